@@ -1,0 +1,184 @@
+"""Figures of the long table, drawn without pyplot's global state and written as PNG and SVG."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, MultipleLocator, NullFormatter, PercentFormatter
+from matplotlib.typing import RcKeyType
+
+from dejavu.analysis.tables import selector_rank, write_by_rename
+from dejavu.errors import DataError
+from dejavu.evaluation.metrics import INTERVAL
+
+DPI = 150
+WIDTH, HEIGHT = 6.0, 3.0  # inches of one row of panels: 900 x 450 pixels
+LOG_RANGE = 5  # perplexities that span more than this factor get a logarithmic axis
+CHANCE = {"continuation_choice": 0.25, "winogrande": 0.5, "openbookqa": 0.25}
+GREY = "#5f5f5f"
+# Okabe and Ito's colours, told apart under every common colour blindness; the marker says the same once more.
+STYLES = {
+    "oracle": ("#0072B2", "o"),
+    "predictor": ("#D55E00", "s"),
+    "svd": ("#E69F00", "v"),
+    "sign": ("#56B4E9", "<"),
+    "prompt": ("#F0E442", "P"),
+    "static": ("#009E73", "^"),
+    "random": ("#CC79A7", "D"),
+}
+LABELS = {"bits_per_byte": "bits per byte", "token_perplexity": "perplexity per token", "acc": "accuracy"}
+UNITS = {"bits_per_byte": "documents", "token_perplexity": "blocks", "acc": "questions"}
+RC: dict[RcKeyType, Any] = {
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "legend.fontsize": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": GREY,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.6,
+    "svg.hashsalt": "dejavu",  # the same table gives the same file
+}
+
+
+def sparsity_vs_quality(table: pd.DataFrame, path: Path | str) -> Path:
+    """Quality against the fraction skipped (rows with mlp = heads), a panel per task, a curve per selector.
+
+    Writes `path` (PNG, 900 pixels wide at two panels a row) and an SVG beside it. Raises DataError when the table
+    holds nothing to draw, several models, or several runs for one point of a curve.
+    """
+    path = Path(path).with_suffix(".png")
+    rows = table[(table["mlp"] == table["heads"]) & np.isfinite(table["value"])]
+    panels = main_panels(rows)
+    check_drawable(rows, panels)
+    with matplotlib.rc_context(RC):
+        figure = draw(rows, panels)
+        save(figure, path)
+    return path
+
+
+def main_panels(rows: pd.DataFrame) -> list[tuple[str, str]]:
+    """The (task, metric) pairs worth a panel: perplexity per token, else bits per byte, and accuracies.
+
+    Blind variants are a line in their task's panel, not a panel.
+    """
+    pairs = dict.fromkeys(zip(rows["task"], rows["metric"], strict=True))
+    perplexities = [pair for pair in pairs if pair[1] == "token_perplexity"]
+    perplexities = perplexities or [pair for pair in pairs if pair[1] == "bits_per_byte"]
+    return perplexities + [pair for pair in pairs if pair[1] == "acc" and not pair[0].endswith("_blind")]
+
+
+def check_drawable(rows: pd.DataFrame, panels: list[tuple[str, str]]) -> None:
+    """Raise DataError for a table whose curves would be empty or ambiguous."""
+    if not panels:
+        raise DataError("the table holds no finite main metric with mlp = heads to draw: evaluate with sparsity.ratio")
+    if rows["model"].nunique() > 1:
+        raise DataError(f"the table holds several models ({', '.join(sorted(set(rows['model'])))}): filter it to one")
+    repeated = rows[rows.duplicated(["selector", "mlp", "task", "metric"])]
+    if len(repeated):
+        first = repeated.iloc[0]
+        raise DataError(
+            f"the table holds several runs of {first['selector']} at {first['mlp']:g} for {first['task']} "
+            f"(one is {first['run']}): filter it to one run for each point"
+        )
+
+
+def draw(rows: pd.DataFrame, panels: list[tuple[str, str]]) -> Figure:
+    """The figure: panels in rows of two, one legend for all."""
+    columns = min(2, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(WIDTH, HEIGHT * lines), dpi=DPI, layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False).ravel()
+    for axis, (task, metric) in zip(axes, panels, strict=False):
+        draw_panel(axis, rows, task, metric)
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    lines_by_name = {str(line.get_label()): line for axis in axes[: len(panels)] for line in axis.get_lines()}
+    handles = [lines_by_name[name] for name in selectors(rows) if name in lines_by_name]
+    interval = Patch(facecolor=GREY, alpha=0.2, linewidth=0, label="95 % interval")
+    figure.legend(handles=[*handles, interval], loc="outside lower center", ncols=6, frameon=False)
+    figure.suptitle(f"{rows['model'].iloc[0]}: quality when heads and neurons are skipped", fontsize=9, weight="bold")
+    return figure
+
+
+def draw_panel(axis: Axes, rows: pd.DataFrame, task: str, metric: str) -> None:
+    """One task: a curve per selector, dense as a line, and for choices what chance and blind guessing reach."""
+    panel = rows[(rows["task"] == task) & (rows["metric"] == metric)]
+    dense = panel[panel["selector"] == "dense"]
+    for selector in selectors(panel):
+        # Nothing skipped is dense by definition: every curve starts there.
+        draw_curve(axis, pd.concat([dense, panel[panel["selector"] == selector].sort_values("mlp")]), selector)
+    axis.set_xlim(0, max(0.5, panel["mlp"].max()) + 0.04)
+    if len(dense):
+        reference(axis, dense["value"].iloc[0], "dense", "-", above=metric == "acc")
+    blind = rows[(rows["task"] == f"{task}_blind") & (rows["metric"] == metric) & (rows["selector"] == "dense")]
+    if len(blind):
+        reference(axis, blind["value"].iloc[0], "dense, without context", ":", above=True)
+    if metric == "acc" and task in CHANCE:
+        reference(axis, CHANCE[task], "chance", "--", above=False)
+    scale(axis, panel, metric)
+    axis.xaxis.set_major_locator(MultipleLocator(0.25))
+    axis.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
+    axis.set_xlabel("heads and neurons skipped")
+    axis.set_ylabel(LABELS[metric])
+    axis.set_title(f"{task} (n = {panel['n'].max():,} {UNITS[metric]})", loc="left")
+
+
+def selectors(rows: pd.DataFrame) -> list[str]:
+    """The selectors that get a curve, in the order they are shown in."""
+    return sorted(set(rows["selector"]) - {"dense"}, key=selector_rank)
+
+
+def draw_curve(axis: Axes, curve: pd.DataFrame, selector: str) -> None:
+    """One selector's line, marker and 95 % band where it was measured; `curve` starts with the dense row, if any."""
+    colour, marker = STYLES.get(selector, (GREY, "x"))
+    x, y, error = (curve[name].to_numpy(dtype=float) for name in ("mlp", "value", "stderr"))
+    error = INTERVAL * np.nan_to_num(error)
+    low, high = np.maximum(y - error, y / 100), y + error  # a logarithmic axis has no zero
+    own = np.flatnonzero(curve["selector"] == selector).tolist()
+    axis.fill_between(x[own], low[own], high[own], color=colour, alpha=0.15, linewidth=0)
+    axis.plot(x, y, color=colour, marker=marker, markevery=own, markersize=4, linewidth=1.4, label=selector)
+
+
+def reference(axis: Axes, value: float, label: str, style: str, above: bool) -> None:
+    """A horizontal line with its name at the left end."""
+    axis.axhline(value, color=GREY, linestyle=style, linewidth=0.9, zorder=1.5)
+    axis.annotate(
+        label, (0.015, value), xycoords=("axes fraction", "data"), xytext=(0, 2 if above else -2),
+        textcoords="offset points", va="bottom" if above else "top", color=GREY, fontsize=7,
+    )  # fmt: skip
+
+
+def scale(axis: Axes, panel: pd.DataFrame, metric: str) -> None:
+    """Accuracies from 0 to 1, perplexities logarithmic when they span much; numbers as people write them."""
+    low, high = panel["value"].min(), panel["value"].max()
+    if metric == "acc":
+        axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
+    elif metric == "token_perplexity" and high > LOG_RANGE * low:
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+        axis.yaxis.set_major_formatter(FuncFormatter(plain))
+        axis.yaxis.set_minor_formatter(NullFormatter())
+    axis.margins(y=0.1)
+
+
+def plain(value: float, _: int | None = None) -> str:
+    """2, 500, 10,000; powers of ten from a million on."""
+    return f"{value:,.0f}" if value < 1e6 else f"$10^{{{np.log10(value):.0f}}}$"
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write the figure as PNG, and as SVG beside it, by rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_by_rename(path, lambda temporary: figure.savefig(temporary, format="png", dpi=DPI))
+    undated = {"Date": None}
+    svg = path.with_suffix(".svg")
+    write_by_rename(svg, lambda temporary: figure.savefig(temporary, format="svg", metadata=undated))

@@ -1,0 +1,74 @@
+"""lm-eval's view of a (sparsified) model: HFLM with the scoring replaced where lengths are known.
+
+HFLM's own scoring pads with id 0, knows no mask and forgets where the context ends by the time the model is called, so
+neither densities nor `sparsity.positions` could be right there. Everything else (encoding, request types) is HFLM's.
+"""
+
+import logging
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from rich.progress import Progress
+
+from dejavu.corpora.blocks import token_ids
+from dejavu.evaluation.scoring import Request, Scorer
+from dejavu.tracking.run import interactive
+
+# Warnings about arguments that a loaded model ignores and about defaults of metrics that are not used here.
+logging.getLogger("lm_eval").setLevel(logging.ERROR)
+
+
+class DejaVuLM(HFLM):
+    """lm-eval's interface over a `Scorer`. A document is scored after exactly one separator (`</s>` for OPT)."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        loaded = scorer.loaded
+        super().__init__(
+            pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=1, max_length=loaded.anatomy.context
+        )
+        self.scorer = scorer
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.scorer.loaded.anatomy.separator
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """HFLM's encoding of (context, continuation) pairs, without its progress bar."""
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        """(log-likelihood, is greedy) of each (_, context, continuation) in ids; too long contexts lose their start."""
+        scored = []
+        with Progress(disable=not interactive(), transient=True) as progress:
+            bar = progress.add_task("scoring", total=len(requests))
+            wanted = [self._fitted(context, continuation) for _, context, continuation in requests]
+            scored = self.scorer.score(wanted, lambda count: progress.advance(bar, count))
+        return [(result.loglikelihood, result.greedy) for result in scored]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of whole texts in windows of the context length, one separator before the first only.
+
+        HFLM encodes with the tokenizer's own `</s>` and prepends another, which scores the separator as a word
+        (lm-eval#3333).
+        """
+        owners, windows = [], []
+        for owner, request in enumerate(requests):
+            (ids,) = token_ids([request.args[0]], self.scorer.loaded.tokenizer)
+            for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1):
+                owners.append(owner)
+                windows.append((None, *make_disjoint_window(window)))
+        totals = [0.0] * len(requests)
+        for owner, (loglikelihood, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+            totals[owner] += loglikelihood
+        return totals
+
+    def _fitted(self, context: list[int], continuation: list[int]) -> Request:
+        surplus = max(0, len(context) + len(continuation) - 1 - self.max_length)
+        return Request(context[surplus:], continuation)

@@ -1,0 +1,143 @@
+"""Tasks: from a config entry to samples, one row per document or question.
+
+`rolling` and `continuation` are lm-eval tasks over generated rows; `token_perplexity` is the pruning papers' protocol,
+which lm-eval does not have: rows joined by a blank line, tokenised once with one separator, non-overlapping blocks of
+the context length (at most 2,048), the tail dropped.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas as pd
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.evaluator import evaluate
+
+from dejavu.corpora.blocks import encode_documents, token_ids
+from dejavu.corpora.documents import Document
+from dejavu.corpora.sources import documents, rows
+from dejavu.errors import DataError
+from dejavu.evaluation.adapter import DejaVuLM
+from dejavu.evaluation.continuation import continuation_questions
+from dejavu.evaluation.scoring import Request, Scorer
+from dejavu.schema import Corpus, Task
+
+MAX_BLOCK = 2048
+
+
+def run_task(name: str, task: Task, limit: int | None, data_root: Path | None, scorer: Scorer) -> pd.DataFrame:
+    """Samples of one task: columns task, document, loglikelihood, tokens, bytes, words, correct."""
+    limit = min((bound for bound in (limit, task.limit) if bound is not None), default=None)
+    corpus = Corpus(name=task.corpus, hub=task.hub, hub_config=task.hub_config)
+    if task.kind == "token_perplexity":
+        samples = token_perplexity(rows(task.corpus, "test", data_root, corpus), limit, scorer)
+    else:
+        held_out = documents(task.corpus, "test", data_root, corpus)
+        run = rolling if task.kind == "rolling" else continuation
+        samples = run(name, task, held_out, limit, scorer)
+    return pd.DataFrame(samples).assign(task=name)
+
+
+def rolling(
+    name: str, task: Task, held_out: Sequence[Document], limit: int | None, scorer: Scorer
+) -> list[dict[str, Any]]:
+    """Log-likelihood of each document, in the order of their hashes (so that `limit` takes a fixed random part)."""
+    chosen = sorted(held_out, key=lambda document: document.hash)[:limit]
+    results = evaluate_rows(
+        name,
+        [{"text": document.text} for document in chosen],
+        {
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": "{{text}}",
+            "metric_list": [{"metric": metric} for metric in ("word_perplexity", "byte_perplexity", "bits_per_byte")],
+        },
+        scorer,
+    )
+    encoded = token_ids([document.text for document in chosen], scorer.loaded.tokenizer)
+    return [
+        {
+            "document": document.hash,
+            "loglikelihood": result["filtered_resps"][0],
+            "tokens": len(ids),
+            "bytes": len(document.text.encode()),
+            "words": len(document.text.split()),
+            "correct": np.nan,
+        }
+        for document, ids, result in zip(chosen, encoded, results, strict=True)
+    ]
+
+
+def continuation(
+    name: str, task: Task, held_out: Sequence[Document], limit: int | None, scorer: Scorer
+) -> list[dict[str, Any]]:
+    """Whether the true continuation is the likeliest; without its context when `with_context` is off."""
+    questions = continuation_questions(
+        held_out, scorer.loaded.tokenizer, task.context_tokens, task.continuation_tokens, task.choices
+    )[:limit]
+    results = evaluate_rows(
+        name,
+        questions,
+        {
+            "output_type": "multiple_choice",
+            "doc_to_text": "{{context}}" if task.with_context else "",
+            "doc_to_choice": "choices",
+            "doc_to_target": "answer",
+            "target_delimiter": "",
+            "metric_list": [{"metric": "acc"}],
+        },
+        scorer,
+    )
+    return [
+        {
+            "document": question["id"],
+            "loglikelihood": result["filtered_resps"][question["answer"]][0],
+            "tokens": task.continuation_tokens,
+            "bytes": len(question["choices"][question["answer"]].encode()),
+            "words": len(question["choices"][question["answer"]].split()),
+            "correct": float(result["acc"]),
+        }
+        for question, result in zip(questions, results, strict=True)
+    ]
+
+
+def evaluate_rows(
+    name: str, generated: list[dict[str, Any]], config: dict[str, Any], scorer: Scorer
+) -> list[dict[str, Any]]:
+    """lm-eval's samples, in the order of the rows given."""
+    dataset = datasets.Dataset.from_list(generated)
+    task = ConfigurableTask(
+        config={
+            "task": name,
+            "custom_dataset": lambda **kwargs: {"test": dataset},
+            "test_split": "test",
+            "metadata": {"version": 1},
+            **config,
+        }
+    )
+    results = evaluate(DejaVuLM(scorer), {name: task}, bootstrap_iters=0, log_samples=True)
+    return sorted(results["samples"][name], key=lambda sample: sample["doc_id"])
+
+
+def token_perplexity(texts: Sequence[str], limit: int | None, scorer: Scorer) -> list[dict[str, Any]]:
+    """Log-likelihood of each block; the first token of a block is its context."""
+    loaded = scorer.loaded
+    length = min(loaded.anatomy.context, MAX_BLOCK)
+    (ids,) = encode_documents(["\n\n".join(texts)], loaded.tokenizer, loaded.anatomy.separator)
+    blocks = [ids[start : start + length].tolist() for start in range(0, len(ids) - length + 1, length)][:limit]
+    if not blocks:
+        raise DataError(f"the text has {len(ids)} tokens, fewer than one block of {length}: use more text")
+    scored = scorer.score([Request(block[:1], block[1:]) for block in blocks])
+    return [
+        {
+            "document": f"block-{number:05d}",
+            "loglikelihood": result.loglikelihood,
+            "tokens": len(block) - 1,
+            "bytes": 0,
+            "words": 0,
+            "correct": np.nan,
+        }
+        for number, (block, result) in enumerate(zip(blocks, scored, strict=True))
+    ]

@@ -1,0 +1,69 @@
+"""Where the heads and neurons of a causal LM are: the one place that knows families apart.
+
+A family is one file here (opt.py, llama.py) with a function from a loaded transformers model to an `Anatomy`; all that
+records, masks or decodes works on the four points of a `Block` and never asks which family it is.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from dejavu.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Block:
+    """One transformer block. In the order of a forward pass:
+
+    layer             its first argument is r_l, the residual handed to the block, (..., width)
+    attention_output  W_o; its input holds the outputs of all heads side by side, (..., heads * head_dim)
+    mlp_norm          m_l, the tensor the MLP half adds back, is its input (pre-norm) or its output (post-norm)
+    mlp_output        W2 (fc2, down_proj); its input holds a_j, the values that multiply its columns, (..., neurons)
+    """
+
+    layer: nn.Module
+    attention_output: nn.Linear
+    mlp_norm: nn.Module
+    mlp_output: nn.Linear
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The parts of a model that can be left out, and the sizes that everything else is computed from."""
+
+    family: str
+    blocks: tuple[Block, ...]
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    neurons: int
+    gated: bool  # the MLP multiplies an activated gate with a second projection
+    relu: bool  # neurons are exactly 0 when inactive
+    post_norm: bool
+    context: int  # longest sequence in tokens
+    separator: int  # the token that stands once before every document
+
+    @property
+    def layers(self) -> int:
+        return len(self.blocks)
+
+    def units(self, kind: str) -> int:
+        """How many units of a kind ("mlp" or "heads") one layer has."""
+        return self.neurons if kind == "mlp" else self.heads
+
+
+KINDS = ("mlp", "heads")
+
+
+def anatomy(model: Any) -> Anatomy:
+    """The anatomy of a loaded transformers model. Raises ConfigError for a family that has none."""
+    from dejavu.models import llama, opt
+
+    families: dict[str, Callable[[Any], Anatomy]] = {"opt": opt.anatomy, "llama": llama.anatomy}
+    family = model.config.model_type
+    if family not in families:
+        raise ConfigError(f"models of type {family!r} are not supported: supported are {', '.join(families)}")
+    return families[family](model)

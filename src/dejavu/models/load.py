@@ -1,0 +1,153 @@
+"""From a model config to a causal LM with its tokenizer, on the right device, whole or not at all."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from dejavu.errors import ConfigError, DataError
+from dejavu.models.anatomy import Anatomy, anatomy
+from dejavu.schema import Config
+
+EMBEDDED = Path(__file__).parent / "embedded"
+FINGERPRINT_ELEMENTS = 64
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in evaluation mode, its tokenizer (None with random weights) and its anatomy."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    anatomy: Anatomy
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self.model)
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+def load_model(config: Config) -> LoadedModel:
+    """Load `config.model` in `config.dtype` onto `config.device`.
+
+    Raises DataError where weights are missing, incomplete or not to be had, ConfigError for an unsupported family.
+    """
+    device = pick_device(config.device)
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    if config.model.random_init:
+        model, tokenizer = random_model(config.model.architecture, config.seed, dtype), None
+    else:
+        source = model_source(config)
+        model, tokenizer = pretrained_model(source, dtype), AutoTokenizer.from_pretrained(source)
+    model.to(device).eval().requires_grad_(False)
+    return LoadedModel(config.model.name, model, tokenizer, anatomy(model))
+
+
+def model_source(config: Config) -> str:
+    """Where the weights are: a folder, the package's own folder, or a name on the hub."""
+    model = config.model
+    if model.path is not None:
+        if not (Path(model.path) / "config.json").is_file():
+            raise DataError(f"model.path={model.path} has no config.json: give a folder in transformers' own form")
+        return model.path
+    if model.hub is not None:
+        return model.hub
+    if (EMBEDDED / model.name / "config.json").is_file():
+        return str(EMBEDDED / model.name)
+    raise DataError(f"model {model.name} is neither in the package nor on the hub: give its folder as model.path=DIR")
+
+
+def pretrained_model(source: str, dtype: torch.dtype) -> Any:
+    """Weights from a folder or the hub; every tensor the model has must be there."""
+    with quiet_transformers():
+        try:
+            model, report = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise DataError(
+                f"the model at {source} cannot be loaded ({first_line(error)}): check the folder or, for a name on the "
+                "hub, the network"
+            ) from error
+    wrong = {key: sorted(report[key]) for key in ("missing_keys", "mismatched_keys") if report.get(key)}
+    if wrong:
+        what = "; ".join(f"{key.replace('_', ' ')}: {', '.join(map(str, names[:4]))}" for key, names in wrong.items())
+        raise DataError(
+            f"the weights at {source} do not fill the model ({what}): get a complete copy of the checkpoint"
+        )
+    return model
+
+
+def random_model(architecture: dict[str, Any], seed: int, dtype: torch.dtype) -> Any:
+    """The right shape with random weights: for latency, never for quality."""
+    if "model_type" not in architecture:
+        raise ConfigError(
+            "model.random_init=true needs model.architecture (model_type and sizes), and this model has none"
+        )
+    sizes = dict(architecture)
+    config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def pick_device(name: str) -> torch.device:
+    """auto: CUDA where there is one. Raises ConfigError when CUDA is asked for and absent."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ConfigError(
+            "device=cuda was asked for but this machine has no CUDA device: use device=cpu or device=auto"
+        )
+    return torch.device("cuda" if name in ("auto", "cuda") and available else "cpu")
+
+
+def fingerprint(model: Any) -> str:
+    """sha256 over the architecture and, of every tensor, its name, shape and 64 fixed elements rounded to bfloat16.
+
+    Equal for fp32, fp16 and bf16 copies of weights published in 16 bits (as OPT's are), different for another model.
+    """
+    config = model.config.to_dict()
+    fields = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    digest = hashlib.sha256(json.dumps({key: config.get(key) for key in fields}).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        digest.update(_sample(tensor).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _sample(tensor: Tensor) -> Any:
+    flat = tensor.detach().reshape(-1)
+    places = torch.linspace(0, flat.numel() - 1, FINGERPRINT_ELEMENTS, dtype=torch.float64).long().to(flat.device)
+    return flat[places].bfloat16().view(torch.int16).cpu().numpy()
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, for one-sentence messages."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """transformers' progress bars and load reports repeat what the checks here say."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        transformers_logging.enable_progress_bar()

@@ -1,0 +1,200 @@
+"""From an activation cache to trained predictors, and to the bundle that holds them."""
+
+import logging
+import math
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from pytorch_lightning.loggers import Logger
+
+from dejavu.activations.cache import ActivationCache
+from dejavu.errors import ConfigError
+from dejavu.models.anatomy import KINDS
+from dejavu.predictors.bundle import Bundle, describe, save_bundle
+from dejavu.predictors.data import CacheData
+from dejavu.predictors.metrics import SelectionRecall
+from dejavu.predictors.module import PredictorModule, mean_recalls, name_of
+from dejavu.predictors.network import Predictor, seeded_predictor
+from dejavu.predictors.statistics import Key, UnitStatistics, collect_statistics
+from dejavu.schema import Config
+from dejavu.tracking.run import interactive
+
+NOISY = ("pytorch_lightning.utilities.rank_zero", "pytorch_lightning.accelerators.cuda")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training gives: predictors of the layers asked for, statistics of all layers, and figures.
+
+    metrics   recall_of_mass {mlp, heads}: means over layers and densities; static_recall_of_mass: the same without
+              looking at the token; layers: {"mlp.3": {recall_of_mass, recall, static_recall_of_mass: by density,
+              active}}, all on the held-out documents; epochs, steps, tokens (trained on), validation_tokens, seconds
+    """
+
+    module: PredictorModule
+    predictors: dict[Key, Predictor]
+    statistics: dict[Key, UnitStatistics]
+    metrics: dict[str, Any]
+
+
+def train_bundle(
+    cache: ActivationCache,
+    config: Config,
+    folder: Path,
+    loggers: Sequence[Logger] = (),
+    callbacks: Sequence[Callback] = (),
+) -> tuple[Bundle, dict[str, Any]]:
+    """Train, and save to `folder/bundle`; returns the bundle and `Trained.metrics`.
+
+    The folder is a run's own: a bundle that the same run left there before (killed, or forced to rerun) is replaced.
+    """
+    layers = chosen_layers(config.predictor.layers, cache.layers)
+    describe(cache, config, layers, {})  # what would be refused at the end is refused at the start
+    trained = train_predictors(cache, config, folder, loggers, callbacks)
+    lasting = {key: value for key, value in trained.metrics.items() if key != "seconds"}  # the id is of what was learnt
+    shutil.rmtree(folder / "bundle", ignore_errors=True)
+    description = describe(cache, config, layers, lasting)
+    return save_bundle(folder / "bundle", description, trained.predictors, trained.statistics), trained.metrics
+
+
+def train_predictors(
+    cache: ActivationCache,
+    config: Config,
+    folder: Path,
+    loggers: Sequence[Logger] = (),
+    callbacks: Sequence[Callback] = (),
+) -> Trained:
+    """Train predictors of both kinds in the chosen layers, keep the epoch with the best held-out recall of mass.
+
+    The sizes are the cache's own. `folder` holds checkpoints while training runs and nothing of them afterwards.
+    Raises ConfigError for layers that do not exist, DataError for a single document and for a loss that is not finite.
+    """
+    started = time.perf_counter()
+    layers = chosen_layers(config.predictor.layers, cache.layers)
+    data = CacheData(cache, layers, config.predictor.tap, config.trainer, config.seed)
+    statistics = collect_statistics(cache, data.train_rows, range(cache.layers))
+    steps = len(data.sampler) * config.trainer.epochs
+    steps = min(steps, config.trainer.max_steps) if config.trainer.max_steps > 0 else steps
+    module = PredictorModule(new_predictors(cache, config, layers), statistics, config.trainer, steps)
+    trainer = _fit(module, data, config, folder, steps, loggers, callbacks)
+    metrics = held_out_metrics(module, data) | {
+        "epochs": math.ceil(trainer.global_step / len(data.sampler)),
+        "steps": trainer.global_step,
+        "tokens": len(data.train_rows),
+        "validation_tokens": len(data.held_out_rows),
+        "seconds": round(time.perf_counter() - started, 3),
+    }
+    predictors = {key: module.predictor(key).eval() for key in module.keys}
+    return Trained(module, predictors, statistics, metrics)
+
+
+def chosen_layers(layers: list[int] | None, count: int) -> list[int]:
+    """The layers to train, ascending. Raises ConfigError for one that does not exist, or is named twice."""
+    if layers is None:
+        return list(range(count))
+    wrong = [layer for layer in layers if not 0 <= layer < count or layers.count(layer) > 1]
+    if wrong or not layers:
+        what = f"names {wrong[0]}, which is doubled or does not exist" if wrong else "is empty"
+        raise ConfigError(f"predictor.layers={layers} {what}: the model has layers 0 to {count - 1}")
+    return sorted(layers)
+
+
+def new_predictors(cache: ActivationCache, config: Config, layers: Sequence[int]) -> dict[Key, Predictor]:
+    """Untrained predictors for a cache's model."""
+    settings, units = config.predictor, {"mlp": cache.neurons, "heads": cache.heads}
+    shape = (settings.rank, settings.norm, settings.activation)
+    return {
+        (kind, layer): seeded_predictor(config.seed, layer, cache.width, units[kind], *shape)
+        for kind in KINDS
+        for layer in layers
+    }
+
+
+def held_out_metrics(module: PredictorModule, data: CacheData) -> dict[str, Any]:
+    """Figures of the held-out documents: the predictors' and, beside them, those of the static order."""
+    static = {key: SelectionRecall() for key in module.keys}
+    module.reset_metrics()
+    for batch in data.val_dataloader():
+        module.observe(batch)
+        for key, (_, c_NU) in batch.items():
+            static[key].update(module.statistics[key].mean_U.expand(len(c_NU), -1), c_NU)
+    learnt = module.figures()
+    fixed = {name_of(key): metric.figures() for key, metric in static.items()}
+    layers = {
+        name: {
+            **learnt[name],
+            "static_recall_of_mass": fixed[name]["recall_of_mass"],
+            "active": module.statistics[key].active,
+        }
+        for key, name in ((key, name_of(key)) for key in module.keys)
+    }
+    return {"recall_of_mass": _by_kind(learnt), "static_recall_of_mass": _by_kind(fixed), "layers": layers}
+
+
+def _by_kind(figures: dict[str, dict[str, dict[str, float]]]) -> dict[str, float]:
+    means = mean_recalls(figures)
+    return {kind: means[f"recall_of_mass/{kind}"] for kind in KINDS}
+
+
+def _fit(
+    module: PredictorModule,
+    data: CacheData,
+    config: Config,
+    folder: Path,
+    steps: int,
+    loggers: Sequence[Logger],
+    callbacks: Sequence[Callback],
+) -> pl.Trainer:
+    """Run Lightning's loop and put the best weights into the module, on the processor."""
+    from dejavu.models.load import pick_device  # imports transformers, which nothing else here needs
+
+    checkpoints = folder / "checkpoints"
+    best = ModelCheckpoint(
+        checkpoints, filename="best", monitor="recall_of_mass", mode="max", save_weights_only=True,
+        enable_version_counter=False,
+    )  # fmt: skip
+    patience = EarlyStopping("recall_of_mass", mode="max", patience=config.trainer.patience)
+    with quiet_lightning():
+        trainer = pl.Trainer(
+            accelerator="gpu" if pick_device(config.device).type == "cuda" else "cpu",
+            devices=1,
+            max_epochs=config.trainer.epochs,
+            max_steps=config.trainer.max_steps if config.trainer.max_steps > 0 else -1,
+            logger=list(loggers) or False,
+            callbacks=[best, patience, *callbacks],
+            num_sanity_val_steps=0,
+            log_every_n_steps=max(1, min(50, steps)),
+            enable_progress_bar=interactive(),
+            enable_model_summary=False,
+            default_root_dir=folder,
+        )
+        try:
+            trainer.fit(module, data)
+            if best.best_model_path:  # none when max_steps ends before the first epoch does
+                module.load_state_dict(torch.load(best.best_model_path, weights_only=True)["state_dict"])
+        finally:
+            shutil.rmtree(checkpoints, ignore_errors=True)
+    module.to("cpu")
+    return trainer
+
+
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Without Lightning's tips, its list of devices and its notice of the end."""
+    loggers = [logging.getLogger(name) for name in NOISY]
+    before: Mapping[str, int] = {logger.name: logger.level for logger in loggers}
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.setLevel(before[logger.name])

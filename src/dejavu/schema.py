@@ -1,0 +1,222 @@
+"""Typed schema of every config. Values and their meaning stand in conf/*.yaml, checks of ranges stand here.
+
+`from_config` turns a composed Hydra config into these dataclasses; a wrong key or type is refused by OmegaConf while
+composing, a value out of range by `check`. This module imports neither torch nor any other heavy package.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from dejavu.errors import ConfigError
+
+SELECTORS = ("dense", "random", "static", "predictor", "oracle")
+RULES = ("topk", "nonzero")
+POSITIONS = ("all", "decode", "last_fraction", "last")
+TAPS = ("overlap", "direct", "previous")
+PARTS = ("both", "mlp", "heads")
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("float32", "bfloat16", "float16")
+ENCODINGS = ("auto", "sparse", "top", "dense")
+TASK_KINDS = ("rolling", "token_perplexity", "continuation")
+CORPORA = ("pydocs", "wikitext", "c4", "openbookqa", "mixture", "opt-tiny-text")
+TRACKING_MODES = ("offline", "online", "off")
+
+
+@dataclass
+class Model:
+    name: str = "opt-tiny"
+    hub: str | None = None
+    path: str | None = None
+    random_init: bool = False
+    architecture: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Corpus:
+    name: str = "pydocs"
+    tokens: int = 200_000
+    block: int = 256
+    hub: str | None = None
+    hub_config: str | None = None
+
+
+@dataclass
+class Collect:
+    encoding: str = "auto"
+    top: float = 0.5
+
+
+@dataclass
+class Sparsity:
+    selector: str = "predictor"
+    rule: str = "topk"
+    positions: str = "all"
+    fraction: float = 0.5
+    budget: str = "uniform"
+    mlp: float = 0.75
+    heads: float = 0.75
+    mlp_layers: list[float] | None = None
+    heads_layers: list[float] | None = None
+    dense_layers: list[float] = field(default_factory=list)
+    part: str = "both"
+    ratio: float | None = None
+
+
+@dataclass
+class Predictor:
+    tap: str = "overlap"
+    rank: int | None = None
+    norm: bool = True
+    activation: str = "relu"
+    layers: list[int] | None = None
+
+
+@dataclass
+class Trainer:
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    warmup_steps: int = 100
+    batch_tokens: int = 1024
+    epochs: int = 4
+    patience: int = 2
+    held_out: float = 0.05
+    max_steps: int = -1
+    checkpoint_steps: int = 200
+
+
+@dataclass
+class Pretrain:
+    hidden: int = 256
+    layers: int = 6
+    heads: int = 8
+    ffn: int = 1024
+    positions: int = 512
+    vocabulary: int = 4096
+    tokens: int = 10_000_000
+    packages: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Task:
+    kind: str = "rolling"
+    corpus: str = "pydocs"
+    hub: str | None = None
+    hub_config: str | None = None
+    limit: int | None = None
+    context_tokens: int = 48
+    continuation_tokens: int = 16
+    choices: int = 4
+    with_context: bool = True
+
+
+@dataclass
+class Tasks:
+    limit: int | None = None
+    run: dict[str, Task] = field(default_factory=dict)
+
+
+@dataclass
+class Tracking:
+    mode: str = "offline"
+    project: str = "dejavu"
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Pipeline:
+    ratios: list[float] = field(default_factory=lambda: [0.25, 0.5, 0.65, 0.75, 0.9])
+    selectors: list[str] = field(default_factory=lambda: ["oracle", "predictor", "static", "random"])
+
+
+@dataclass
+class Config:
+    model: Model = field(default_factory=Model)
+    corpus: Corpus = field(default_factory=Corpus)
+    collect: Collect = field(default_factory=Collect)
+    sparsity: Sparsity = field(default_factory=Sparsity)
+    predictor: Predictor = field(default_factory=Predictor)
+    trainer: Trainer = field(default_factory=Trainer)
+    pretrain: Pretrain = field(default_factory=Pretrain)
+    tasks: Tasks = field(default_factory=Tasks)
+    tracking: Tracking = field(default_factory=Tracking)
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    device: str = "auto"
+    dtype: str = "float32"
+    seed: int = 0
+    batch_size: int = 16
+    backend: str = "simulate"
+    data_root: str | None = None
+    cache: str | None = None
+    predictors: str | None = None
+    runs: str = "runs"
+    run_dir: str | None = None
+    force: bool = False
+
+
+def from_config(config: DictConfig) -> Config:
+    """The typed, checked form of a composed config. Raises ConfigError with the key, its value and what is allowed."""
+    typed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), config))
+    assert isinstance(typed, Config)
+    check(typed)
+    return typed
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for the first value out of range."""
+    sparsity, predictor, trainer, corpus = config.sparsity, config.predictor, config.trainer, config.corpus
+    one_of("device", config.device, DEVICES)
+    one_of("dtype", config.dtype, DTYPES)
+    one_of("backend", config.backend, ("simulate",))
+    one_of("sparsity.selector", sparsity.selector, SELECTORS)
+    one_of("sparsity.rule", sparsity.rule, RULES)
+    one_of("sparsity.positions", sparsity.positions, POSITIONS)
+    one_of("sparsity.budget", sparsity.budget, ("uniform",))
+    one_of("sparsity.part", sparsity.part, PARTS)
+    one_of("predictor.tap", predictor.tap, TAPS)
+    one_of("predictor.activation", predictor.activation, ("relu", "none"))
+    one_of("collect.encoding", config.collect.encoding, ENCODINGS)
+    one_of("corpus.name", corpus.name, CORPORA)
+    one_of("tracking.mode", config.tracking.mode, TRACKING_MODES)
+    ratios: dict[str, list[Any]] = {"mlp": [sparsity.mlp], "heads": [sparsity.heads], "ratio": [sparsity.ratio]}
+    ratios |= {"mlp_layers": sparsity.mlp_layers or [], "heads_layers": sparsity.heads_layers or []}
+    for key, values in ratios.items():
+        for value in values:
+            if value is not None:
+                within(f"sparsity.{key}", value, 0, 1, "the fraction that is NOT computed")
+    within("sparsity.fraction", sparsity.fraction, 0, 1, "the share of positions, from the end, that run sparse")
+    for ratio in config.pipeline.ratios:
+        within("pipeline.ratios", ratio, 0, 1, "the fraction that is NOT computed")
+    for selector in config.pipeline.selectors:
+        one_of("pipeline.selectors", selector, SELECTORS)
+    if sparsity.rule == "nonzero" and sparsity.selector not in ("oracle", "dense"):
+        raise ConfigError(f"sparsity.rule=nonzero needs sparsity.selector=oracle, got {sparsity.selector!r}")
+    within("collect.top", config.collect.top, 1e-9, 1, "the share of units whose contributions are stored")
+    within("trainer.held_out", trainer.held_out, 1e-9, 0.5, "the share of the cache's documents used for validation")
+    positive = {
+        "corpus.tokens": corpus.tokens, "corpus.block": corpus.block, "batch_size": config.batch_size,
+        "predictor.rank": predictor.rank, "tasks.limit": config.tasks.limit, "trainer.epochs": trainer.epochs,
+        "trainer.batch_tokens": trainer.batch_tokens, "trainer.learning_rate": trainer.learning_rate,
+        "trainer.checkpoint_steps": trainer.checkpoint_steps, "trainer.patience": trainer.patience,
+    }  # fmt: skip
+    for name, task in config.tasks.run.items():
+        one_of(f"tasks.run.{name}.kind", task.kind, TASK_KINDS)
+        one_of(f"tasks.run.{name}.corpus", task.corpus, CORPORA)
+        positive |= {f"tasks.run.{name}.{key}": getattr(task, key) for key in ("limit", "context_tokens", "choices")}
+    for key, value in positive.items():
+        if value is not None and value <= 0:
+            raise ConfigError(f"{key}={value} is out of range: it must be above 0")
+
+
+def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise ConfigError unless the value is one of those allowed."""
+    if value not in allowed:
+        raise ConfigError(f"{key}={value} is not known: choose one of {', '.join(allowed)}")
+
+
+def within(key: str, value: float, low: float, high: float, meaning: str) -> None:
+    """Raise ConfigError unless low <= value <= high (NaN is outside)."""
+    if not low <= value <= high:
+        raise ConfigError(f"{key}={value} is out of range: it is {meaning}, from {low:g} to {high:g}")

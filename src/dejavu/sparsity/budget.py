@@ -1,0 +1,58 @@
+"""How many units each layer computes: from the fractions NOT computed in the config to counts."""
+
+from dataclasses import dataclass
+
+from dejavu.errors import ConfigError
+from dejavu.models.anatomy import Anatomy
+from dejavu.models.topk import kept
+from dejavu.schema import Sparsity
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Units kept per layer; a layer that keeps all of a kind is dense for it and is not touched."""
+
+    mlp: tuple[int, ...]
+    heads: tuple[int, ...]
+
+    def of(self, kind: str) -> tuple[int, ...]:
+        return self.mlp if kind == "mlp" else self.heads
+
+
+def requested_ratios(sparsity: Sparsity) -> tuple[float, float]:
+    """(mlp, heads) fractions NOT computed, per-layer lists aside: `ratio` fills both, `part` leaves the other whole."""
+    mlp, heads = (sparsity.mlp, sparsity.heads) if sparsity.ratio is None else (sparsity.ratio, sparsity.ratio)
+    if sparsity.selector == "dense":
+        return 0.0, 0.0
+    return (0.0 if sparsity.part == "heads" else mlp), (0.0 if sparsity.part == "mlp" else heads)
+
+
+def make_budget(sparsity: Sparsity, anatomy: Anatomy) -> Budget:
+    """Counts for each layer. Raises ConfigError for a list of the wrong length or a layer that does not exist."""
+    if sparsity.selector == "dense":
+        return Budget((anatomy.neurons,) * anatomy.layers, (anatomy.heads,) * anatomy.layers)
+    dense = {layer_number(place, anatomy.layers) for place in sparsity.dense_layers}
+    mlp, heads = requested_ratios(sparsity)
+    return Budget(
+        _counts(mlp, sparsity.mlp_layers, "mlp_layers", anatomy.neurons, anatomy.layers, dense),
+        _counts(heads, sparsity.heads_layers, "heads_layers", anatomy.heads, anatomy.layers, dense),
+    )
+
+
+def layer_number(place: float, layers: int) -> int:
+    """A layer from its number (negative: from the end) or, when not whole, from its depth as a share of the layers."""
+    number = int(place) if float(place).is_integer() else int(place * layers)
+    if number < 0:
+        number += layers
+    if not 0 <= number < layers:
+        raise ConfigError(f"sparsity.dense_layers has {place:g}, but the model has layers 0 to {layers - 1}")
+    return number
+
+
+def _counts(
+    ratio: float, listed: list[float] | None, key: str, units: int, layers: int, dense: set[int]
+) -> tuple[int, ...]:
+    if listed is not None and len(listed) != layers:
+        raise ConfigError(f"sparsity.{key} has {len(listed)} values, but the model has {layers} layers")
+    ratios = [ratio] * layers if listed is None else listed
+    return tuple(units if layer in dense else kept(ratios[layer], units) for layer in range(layers))

@@ -1,0 +1,129 @@
+"""The simulate back end: masks on the live model's own layers.
+
+    MLP:        y = sum_{j in S} a_j W2[:, j] + b2
+    attention:  o = sum_{h in A} W_o[:, h] head_h + b_o
+
+A unit left out is replaced by zero before W2 or W_o reads it, even where it is NaN; K and V exist for every head. A
+layer whose budget keeps all units is not touched at all, so nothing left out is the unmodified model bit for bit.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from dejavu.models.anatomy import Anatomy
+from dejavu.models.contribution import Contributions
+from dejavu.models.observe import Observer, observed
+from dejavu.models.taps import TapSource, tap_source
+from dejavu.models.topk import top_k_mask
+from dejavu.sparsity.accounting import Density
+from dejavu.sparsity.budget import Budget
+from dejavu.sparsity.selectors import Selector, Tokens
+
+
+class Sparsifier(Observer):
+    """Chooses units at every layer of a forward pass and leaves the others out.
+
+    Use: `with sparsifier.attached(): sparsifier.begin(tokens); model(...)`. `record=True` keeps the masks of the last
+    pass in `masks`; `force=True` sends layers that keep everything through the sparse path too (for tests).
+    """
+
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        selector: Selector | None,
+        budget: Budget,
+        *,
+        rule: str = "topk",
+        tap: str = "overlap",
+        force: bool = False,
+        record: bool = False,
+    ) -> None:
+        self.anatomy, self.selector, self.budget = anatomy, selector, budget
+        self.rule, self.tap, self.force = rule, tap, force
+        self.contributions = Contributions(anatomy)
+        self.density = Density(anatomy)
+        self.masks: dict[tuple[str, int], Tensor] | None = {} if record else None
+        self._taps: dict[TapSource, Tensor] = {}
+        self._tokens: Tokens | None = None
+
+    @contextmanager
+    def attached(self) -> Iterator["Sparsifier"]:
+        """Hook into the model within the context; outside of it the model is as it was."""
+        if not self.touches_anything:
+            yield self
+            return
+        with observed(self.anatomy, self):
+            yield self
+        self._taps.clear()
+
+    @property
+    def touches_anything(self) -> bool:
+        """Whether any layer is sparse at all."""
+        kinds = ("mlp", "heads")
+        return any(self.is_sparse(kind, layer) for kind in kinds for layer in range(self.anatomy.layers))
+
+    def is_sparse(self, kind: str, layer: int) -> bool:
+        """Whether units of this kind are chosen in this layer."""
+        if self.selector is None:
+            return False
+        return self.force or self.rule == "nonzero" or self.budget.of(kind)[layer] < self.anatomy.units(kind)
+
+    def begin(self, tokens: Tokens) -> None:
+        """Announce the tokens of the next forward pass."""
+        self._tokens = tokens
+        self.density.add_positions(int(tokens.sparse_N.sum()) if self.touches_anything else 0)
+
+    def residual(self, layer: int, residual_ND: Tensor) -> None:
+        self._keep_tap(TapSource("residual", layer), residual_ND)
+
+    def middle(self, layer: int, middle_ND: Tensor) -> None:
+        self._keep_tap(TapSource("middle", layer), middle_ND)
+
+    def heads(self, layer: int, heads_NE: Tensor) -> Tensor | None:
+        if not self.is_sparse("heads", layer):
+            return None
+        heads_NHK = heads_NE.unflatten(1, (self.anatomy.heads, self.anatomy.head_dim))
+        if self.rule == "nonzero":
+            mask_NH = heads_NHK.ne(0).any(-1)
+        else:
+            mask_NH = self._choose("heads", layer, lambda: self.contributions.of_heads(layer, heads_NHK))
+        mask_NH = self._count("heads", layer, mask_NH)
+        return heads_NHK.masked_fill(~mask_NH[..., None], 0).flatten(1)
+
+    def neurons(self, layer: int, activations_NF: Tensor) -> Tensor | None:
+        if not self.is_sparse("mlp", layer):
+            return None
+        if self.rule == "nonzero":
+            mask_NF = activations_NF.ne(0)
+        else:
+            mask_NF = self._choose("mlp", layer, lambda: self.contributions.of_neurons(layer, activations_NF))
+        return activations_NF.masked_fill(~self._count("mlp", layer, mask_NF), 0)
+
+    def _choose(self, kind: str, layer: int, contributions) -> Tensor:  # type: ignore[no-untyped-def]
+        assert self.selector is not None and self._tokens is not None, "begin(tokens) comes before every forward pass"
+        tap_ND = self._taps[tap_source(self.tap, kind, layer)] if self.selector.reads_tap else None
+        scores = self.selector.scores(kind, layer, tap_ND, contributions, self._tokens)
+        return top_k_mask(torch.atleast_2d(scores), self.budget.of(kind)[layer])
+
+    def _count(self, kind: str, layer: int, mask_NU: Tensor) -> Tensor:
+        """Book what was used and widen the mask to everything for tokens that do not run sparse."""
+        assert self._tokens is not None
+        sparse_N = self._tokens.sparse_N
+        mask_NU = mask_NU.expand(len(sparse_N), -1)
+        if self.masks is not None:
+            self.masks[kind, layer] = mask_NU
+        self.density.add_used(kind, layer, (mask_NU & sparse_N[:, None]).sum())
+        return mask_NU if bool(sparse_N.all()) else mask_NU | ~sparse_N[:, None]
+
+    def _keep_tap(self, source: TapSource, tensor: Tensor) -> None:
+        """Keep what later layers may read: at most two layers back, and r_0, to which early indices clamp."""
+        if self.selector is None or not self.selector.reads_tap:
+            return
+        if source == TapSource("residual", 0):
+            self._taps.clear()
+        self._taps[source] = tensor
+        for old in [key for key in self._taps if key.layer < source.layer - 2 and key != TapSource("residual", 0)]:
+            del self._taps[old]

@@ -1,0 +1,119 @@
+"""Selectors: who says which units matter for a token. A new one is a class here and its name in the schema.
+
+A selector only scores units; how many of the best are computed is the budget's business. Shape suffixes: N tokens
+(batch and time flattened), D width, U units of the kind at hand (neurons or heads).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dejavu.models.anatomy import KINDS
+
+if TYPE_CHECKING:
+    from dejavu.predictors.bundle import Bundle
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What is known of the N tokens of a forward pass: which run sparse, and the identity of each."""
+
+    sparse_N: Tensor  # bool; False: computed whole (padding, positions outside sparsity.positions)
+    document_N: Tensor  # int64, any number that tells the scored texts apart
+    position_N: Tensor  # int64, position within the text
+
+
+class Selector:
+    """Scores the units of one kind in one layer; higher is more important."""
+
+    name: str
+    reads_tap = False
+
+    def scores(
+        self, kind: str, layer: int, tap_ND: Tensor | None, contributions: Callable[[], Tensor], tokens: Tokens
+    ) -> Tensor:
+        """(N, U), or (U,) when the choice is the same for every token. `contributions()` is c of this forward pass."""
+        raise NotImplementedError
+
+
+class Oracle(Selector):
+    """Top by c of this very forward pass, on its current (already sparsified) stream: a reference, not a bound."""
+
+    name = "oracle"
+
+    def scores(self, kind, layer, tap_ND, contributions, tokens):  # type: ignore[no-untyped-def]
+        return contributions()
+
+
+class Random(Selector):
+    """A hash of (seed, layer, kind, document, position, unit): the same choice whatever the batch looks like."""
+
+    name = "random"
+
+    def __init__(self, seed: int, units: Mapping[str, int]) -> None:
+        self.seed, self.units = seed, units
+
+    def scores(self, kind, layer, tap_ND, contributions, tokens):  # type: ignore[no-untyped-def]
+        stream = (self.seed * 1_000_003 + layer) * 2 + KINDS.index(kind)
+        key_N = mixed(mixed(tokens.document_N.int() + stream) + tokens.position_N.int())
+        unit_U = (
+            torch.arange(self.units[kind], dtype=torch.int32, device=key_N.device) * -1640531527
+        )  # 2**32 / golden ratio
+        return mixed(key_N[:, None] + unit_U).float()
+
+
+class Static(Selector):
+    """The units of highest mean c over the cache, for every token the same; the means are kept in the bundle."""
+
+    name = "static"
+
+    def __init__(self, bundle: "Bundle") -> None:
+        self.bundle = bundle
+
+    def scores(self, kind, layer, tap_ND, contributions, tokens):  # type: ignore[no-untyped-def]
+        return self.bundle.mean_contribution(kind, layer).to(tokens.sparse_N.device)
+
+
+class Predicted(Selector):
+    """Trained predictors, reading the tap they were trained on."""
+
+    name = "predictor"
+    reads_tap = True
+
+    def __init__(self, bundle: "Bundle", device: torch.device) -> None:
+        self.predictors = {
+            (kind, layer): bundle.predictor(kind, layer).to(device) for kind in KINDS for layer in bundle.layers
+        }
+
+    @torch.no_grad()
+    def scores(self, kind, layer, tap_ND, contributions, tokens):  # type: ignore[no-untyped-def]
+        assert tap_ND is not None
+        # Predictors learn from the fp16 taps of the cache; in fp32 the difference is far below their error.
+        return self.predictors[kind, layer](tap_ND.float())
+
+
+class Replay(Selector):
+    """Sets recorded elsewhere: two paths are compared on the same sets, since top-k flips on rounding."""
+
+    name = "replay"
+
+    def __init__(self, masks_NU: Mapping[tuple[str, int], Tensor]) -> None:
+        self.masks_NU = masks_NU
+
+    def scores(self, kind, layer, tap_ND, contributions, tokens):  # type: ignore[no-untyped-def]
+        return self.masks_NU[kind, layer].float()
+
+
+def mixed(value: Tensor) -> Tensor:
+    """A bijective 32-bit mixer (multiply and xor-shift): every input bit reaches every output bit. Works in place."""
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        value = (value ^ _right(value, shift)) * factor
+    return value ^ _right(value, 15)
+
+
+def _right(value: Tensor, shift: int) -> Tensor:
+    """Logical shift to the right; torch's own keeps the sign."""
+    return (value >> shift) & ((1 << (32 - shift)) - 1)

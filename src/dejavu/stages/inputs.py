@@ -1,0 +1,75 @@
+"""Which cache and bundle a stage reads, and whether its text can be had: settled before anything heavy is imported."""
+
+from pathlib import Path
+
+from dejavu.activations.manifest import cache_id, read_manifest
+from dejavu.corpora.available import check_available
+from dejavu.errors import ConfigError, DataError
+from dejavu.predictors.manifest import bundle_id, read_bundle_config
+from dejavu.schema import Config
+
+STAGES = {  # name -> (what it does, inputs it reads)
+    "pretrain": ("train opt-tiny, the model in the package, from text that needs no download", ()),
+    "collect": ("record taps and contributions of a dense model on a corpus", ()),
+    "train": ("train predictors of heads and neurons from a cache", ("cache",)),
+    "evaluate": ("score tasks with a sparsified model", ("bundle",)),
+    "pipeline": ("collect, train and evaluate a grid of ratios and selectors, then table and picture", ()),
+}
+
+
+def check_data(stage: str, config: Config) -> None:
+    """Raise DataError at once when the stage's text is neither in `data_root` nor to be had from the hub."""
+    root = None if config.data_root is None else Path(config.data_root)
+    if stage in ("collect", "pipeline", "pretrain"):
+        check_available(config.corpus.name, "train", root, config.corpus.hub)
+    if stage in ("evaluate", "pipeline"):
+        if not config.tasks.run:
+            raise ConfigError(
+                "tasks has nothing to score: choose tasks=embedded or a list such as tasks=[pydocs_token]"
+            )
+        for task in config.tasks.run.values():
+            check_available(task.corpus, "test", root, task.hub)
+
+
+def resolve_inputs(stage: str, config: Config) -> dict[str, str | None]:
+    """Fill `config.cache` and `config.predictors` where unset and return their ids.
+
+    Raises DataError when none fits or the folder named is not one.
+    """
+    ids: dict[str, str | None] = {"cache": None, "bundle": None}
+    needed = STAGES[stage][1]
+    if "cache" in needed:
+        config.cache = str(_given(config.cache, "cache") if config.cache else _newest(config, "cache"))
+        ids["cache"] = cache_id(Path(config.cache))
+    if "bundle" in needed and config.sparsity.selector in ("predictor", "static"):
+        config.predictors = str(_given(config.predictors, "bundle") if config.predictors else _newest(config, "bundle"))
+        ids["bundle"] = bundle_id(Path(config.predictors))
+    return ids
+
+
+_FILES = {"cache": "manifest.json", "bundle": "config.json"}
+_KEYS = {"cache": "cache", "bundle": "predictors"}
+_MAKERS = {"cache": "dejavu collect", "bundle": "dejavu train"}
+
+
+def _given(path: str, what: str) -> Path:
+    """The cache or bundle folder meant by a path: itself, or a run's folder that holds one."""
+    for folder in (Path(path), Path(path) / what):
+        if (folder / _FILES[what]).is_file():
+            return folder
+    raise DataError(
+        f"{_KEYS[what]}={path} holds no complete {what} ({_FILES[what]} is missing): `{_MAKERS[what]}` makes one"
+    )
+
+
+def _newest(config: Config, what: str) -> Path:
+    """The newest cache or bundle below the runs folder that was made with this model."""
+    read = read_manifest if what == "cache" else read_bundle_config
+    found = sorted(Path(config.runs).glob(f"**/{what}/{_FILES[what]}"), key=lambda path: path.stat().st_mtime)
+    for path in reversed(found):
+        if read(path.parent)["model"]["name"] == config.model.name:
+            return path.parent
+    raise DataError(
+        f"no {what} for {config.model.name} in {config.runs}: run `{_MAKERS[what]}` first "
+        f"or name one with {_KEYS[what]}=DIR"
+    )

@@ -1,0 +1,509 @@
+"""Predictors: exact top-k, honest metrics, a split without leaks, training that learns, bundles that cannot be mistaken."""
+
+import json
+import math
+import pickletools
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as numpy_st
+from safetensors.torch import load_file, save_file
+
+from dejavu.activations.cache import ActivationCache
+from dejavu.activations.collect import cache_head, collect
+from dejavu.activations.writer import CacheWriter
+from dejavu.errors import ConfigError, DataError
+from dejavu.models.anatomy import KINDS, anatomy
+from dejavu.models.load import LoadedModel, fingerprint
+from dejavu.models.taps import TapSource
+from dejavu.models.topk import kept, top_k_mask
+from dejavu.predictors import labels
+from dejavu.predictors.bundle import load_bundle
+from dejavu.predictors.data import CacheData, ShuffledRuns, runs, split_rows
+from dejavu.predictors.manifest import CONFIG, WEIGHTS, bundle_id, content_id, file_digest
+from dejavu.predictors.metrics import DENSITIES, SelectionRecall
+from dejavu.predictors.module import PredictorModule
+from dejavu.predictors.network import Predictor, default_rank
+from dejavu.predictors.statistics import UnitStatistics, collect_statistics
+from dejavu.predictors.train import train_bundle, train_predictors
+from dejavu.schema import Collect, Config
+from tests.tiny import VOCABULARY, tiny_opt
+
+LAYERS, WIDTH, NEURONS, HEADS, TOKENS, DOCUMENTS = 2, 16, 64, 4, 4000, 40
+
+
+class FakeCache:
+    """Contributions that follow from the tap `overlap`: ReLU neurons of r_l, head norms of m_{l-1}."""
+
+    def __init__(self, seed: int = 0) -> None:
+        random = np.random.default_rng(seed)
+        self.id, self.tokens, self.layers, self.width, self.neurons, self.heads = (
+            "cache0", TOKENS, LAYERS, WIDTH, NEURONS, HEADS,
+        )  # fmt: skip
+        self.documents = np.sort(random.integers(0, DOCUMENTS, TOKENS)).astype(np.uint32)
+        self.manifest = {
+            "model": {"name": "fake", "fingerprint": "f" * 16, "parameters": 1},
+            "corpus": {"name": "noise", "hash": "c" * 16},
+            "document_hashes": [f"{number:016x}" for number in range(DOCUMENTS)],
+        }
+        self.taps = {
+            TapSource(point, layer): (3 * random.standard_normal((TOKENS, WIDTH))).astype(np.float16)
+            for point in ("residual", "middle")
+            for layer in range(LAYERS)
+        }
+        self.mlp_weights, self.head_weights = (
+            random.standard_normal((LAYERS, WIDTH, units)) / 12 for units in (NEURONS, HEADS)
+        )
+
+    def tap(self, source, rows):
+        return self.taps[source][rows]
+
+    def mlp(self, layer, rows):
+        read = self.tap(TapSource("residual", layer), rows).astype(np.float32)
+        return np.maximum(read @ self.mlp_weights[layer] - 0.8, 0).astype(np.float32)
+
+    def heads_of(self, layer, rows):
+        source = TapSource("middle", layer - 1) if layer else TapSource("residual", 0)
+        return np.abs(self.tap(source, rows).astype(np.float32) @ self.head_weights[layer]).astype(np.float32)
+
+
+def config(epochs: int = 6, layers: list[int] | None = None, **trainer) -> Config:
+    made = Config(device="cpu")
+    made.predictor.rank, made.predictor.layers = 32, layers
+    for key, value in ({"epochs": epochs, "batch_tokens": 128, "learning_rate": 0.01} | trainer).items():
+        setattr(made.trainer, key, value)
+    return made
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(bundle, metrics, folder) of one training on the fake cache."""
+    folder = tmp_path_factory.mktemp("train")
+    return *train_bundle(FakeCache(), config(), folder), folder
+
+
+# --- the counting rule and exact top-k
+
+
+@pytest.mark.parametrize(
+    ("ratio", "units", "k"),
+    [
+        (0.75, 8, 2), (1, 8, 0), (1.0, 1024, 0), (0.9, 8, 1), (0, 8, 8), (0.999, 8, 1), (0.5, 3, 2), (0.5, 1, 1),
+        (0.9, 25, 3), (0.55, 10, 5), (0.45, 10, 6), (1 - 0.41, 50, 21), (0.85, 10, 2), (1 - 3 / 7, 7, 3),
+    ],
+)  # fmt: skip
+def test_kept_rounds_half_up_and_keeps_at_least_one(ratio, units, k):
+    assert kept(ratio, units) == k
+
+
+@given(st.integers(0, 999), st.integers(1, 60_000))
+def test_kept_is_the_rule_in_exact_arithmetic(thousandths, units):
+    exact = math.floor((1 - Fraction(thousandths, 1000)) * units + Fraction(1, 2))
+    assert kept(thousandths / 1000, units) == max(1, exact)
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.1, math.nan])
+def test_kept_refuses_what_is_no_ratio(ratio):
+    with pytest.raises(ValueError, match="NOT computed"):
+        kept(ratio, 8)
+
+
+FEW = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.5, math.inf, -math.inf])
+ANY = st.floats(allow_nan=False, width=32)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.tuples(st.integers(1, 6), st.integers(1, 12)).flatmap(
+        lambda shape: numpy_st.arrays(np.float32, shape, elements=st.one_of(FEW, ANY))
+    ),
+    st.data(),
+)
+def test_top_k_mask_equals_a_stable_sort(scores, data):
+    k = data.draw(st.integers(0, scores.shape[1]))
+    expected = np.zeros(scores.shape, dtype=bool)
+    for row, marks in zip(scores, expected, strict=True):
+        marks[sorted(range(len(row)), key=lambda unit: (-row[unit], unit))[:k]] = True
+    np.testing.assert_array_equal(top_k_mask(torch.from_numpy(scores), k).numpy(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("relu", [False, True])
+def test_top_k_mask_on_many_rows_and_types(dtype, relu):
+    scores = torch.randn(1500, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    scores = (scores - 1.3).relu() if relu else scores
+    for k in (1, 30, 75, 299, 300):
+        order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        expected = torch.zeros(scores.shape, dtype=torch.bool).scatter_(-1, order, True)
+        assert torch.equal(top_k_mask(scores, k), expected)
+
+
+def test_top_k_mask_refuses_nan_and_impossible_counts():
+    scores = torch.zeros(3, 4)
+    with pytest.raises(ValueError, match="5 of 4"):
+        top_k_mask(scores, 5)
+    scores[1, 2] = math.nan
+    for k in (0, 1, 4):
+        with pytest.raises(FloatingPointError, match="NaN"):
+            top_k_mask(scores, k)
+
+
+def test_top_k_mask_of_no_tokens():
+    assert top_k_mask(torch.zeros(0, 4), 2).shape == (0, 4)
+
+
+# --- network and labels
+
+
+def test_predictor_takes_any_float_type_and_counts_its_cost():
+    predictor = Predictor(WIDTH, NEURONS)
+    assert predictor.rank == default_rank(WIDTH) == 2 and default_rank(4) == 1
+    tap = torch.randn(5, WIDTH)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        assert predictor(tap.to(dtype)).shape == (5, NEURONS)
+        assert predictor(tap.to(dtype)).dtype == torch.float32
+    assert predictor.bytes(4) == 4 * (2 * WIDTH + WIDTH * 2 + 2 + 2 * NEURONS + NEURONS)
+    assert predictor.flops() == 2 * (WIDTH * 2 + 2 * NEURONS)
+    torch.testing.assert_close(predictor(1000 * tap), predictor(tap), rtol=1e-3, atol=1e-3)
+
+
+def test_labels_keep_the_order_and_have_one_scale():
+    c = torch.tensor([[0.0, 1.0, 4.0], [9.0, 0.0, 16.0]])
+    statistics = UnitStatistics(c.mean(0), c.sqrt().mean(0), 4 / 6)
+    np.testing.assert_allclose(labels.targets(c, statistics) ** 2 * 5, c, rtol=1e-6)
+    assert labels.loss(labels.targets(c, statistics), c, statistics) == 0
+    torch.testing.assert_close(labels.initial_bias(statistics), labels.targets(c, statistics).mean(0))
+
+
+def test_labels_of_a_silent_layer_are_zero():
+    silent = UnitStatistics(torch.zeros(3), torch.zeros(3), 0.0)
+    assert labels.targets(torch.zeros(2, 3), silent).eq(0).all()
+
+
+# --- statistics and metrics
+
+
+def test_statistics_are_averages_over_the_rows():
+    cache, rows = FakeCache(), np.r_[3:50, 700:3900]
+    statistics = collect_statistics(cache, rows, [1])
+    assert set(statistics) == {("mlp", 1), ("heads", 1)}
+    c = cache.mlp(1, rows).astype(np.float64)
+    np.testing.assert_allclose(statistics["mlp", 1].mean_U, c.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(statistics["mlp", 1].root_U, np.sqrt(c).mean(0), rtol=1e-5)
+    assert statistics["mlp", 1].active == pytest.approx((c > 0).mean())
+    assert statistics["mlp", 1].scale == pytest.approx(c.mean(), rel=1e-5)
+
+
+def test_metrics_equal_a_computation_token_by_token():
+    random = np.random.default_rng(1)
+    scores, c = random.integers(0, 6, (50, 16)).astype(np.float32), random.standard_normal((50, 16)).clip(0)
+    c[7] = 0
+    mass, overlap = np.zeros(len(DENSITIES)), np.zeros(len(DENSITIES))
+    for place, density in enumerate(DENSITIES):
+        k = max(1, math.floor(density * 16 + 0.5))
+        for row, contribution in zip(scores, c, strict=True):
+            chosen, oracle = (set(np.argsort(-values, kind="stable")[:k]) for values in (row, contribution))
+            total = contribution.sum()
+            mass[place] += 1 if total == 0 else contribution[list(chosen)].sum() / total
+            overlap[place] += len(chosen & oracle) / k
+    metric = SelectionRecall()
+    for part in (slice(0, 20), slice(20, 50)):  # batches of different size weigh by token
+        metric.update(torch.from_numpy(scores[part]), torch.from_numpy(c[part]))
+    figures = metric.figures()
+    assert list(figures["recall"]) == ["0.1", "0.25", "0.35", "0.5"]
+    np.testing.assert_allclose(list(figures["recall_of_mass"].values()), mass / 50)
+    np.testing.assert_allclose(list(figures["recall"].values()), overlap / 50)
+
+
+# --- split and order
+
+
+def test_no_document_is_on_both_sides():
+    cache = FakeCache()
+    cache.manifest["document_hashes"][5] = cache.manifest["document_hashes"][6]  # the same text twice
+    for share in (1e-9, 0.05, 0.3, 0.5):
+        train, held_out = split_rows(cache, share)
+        np.testing.assert_array_equal(np.sort(np.r_[train, held_out]), np.arange(TOKENS))
+        hashes = [{cache.manifest["document_hashes"][n] for n in cache.documents[rows]} for rows in (train, held_out)]
+        assert hashes[0] and hashes[1] and not hashes[0] & hashes[1]
+        assert len(hashes[1]) == max(1, math.floor(share * 39 + 0.5))
+
+
+def test_which_documents_are_held_out_depends_on_their_content_alone():
+    cache, reordered = FakeCache(), FakeCache()
+    reordered.documents = (DOCUMENTS - 1 - cache.documents).astype(np.uint32)
+    reordered.manifest["document_hashes"] = cache.manifest["document_hashes"][::-1]
+    np.testing.assert_array_equal(split_rows(cache, 0.2)[1], split_rows(reordered, 0.2)[1])
+
+
+def test_a_single_document_cannot_be_split():
+    cache = FakeCache()
+    cache.documents[:] = 3
+    with pytest.raises(DataError, match="1 documents and training needs at least 2"):
+        split_rows(cache, 0.05)
+
+
+def test_runs_break_where_rows_do():
+    starts, lengths = runs(np.r_[2:7, 10:12, 20:21], 3)
+    assert starts.tolist() == [2, 5, 10, 20] and lengths.tolist() == [3, 2, 2, 1]
+
+
+def test_an_epoch_visits_every_row_once_in_an_order_of_seed_and_epoch():
+    rows = np.r_[0:500, 600:1103]
+    sampler = ShuffledRuns(rows, 128, seed=3)
+    first, again = list(sampler), list(sampler)
+    sampler.set_epoch(1)
+    second = list(sampler)
+    assert len(first) == len(sampler) == 8
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert any(not np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not any(np.array_equal(a, b) for a, b in zip(first, ShuffledRuns(rows, 128, seed=4), strict=True))
+    for epoch in (first, second):
+        np.testing.assert_array_equal(np.sort(np.concatenate(epoch)), rows)
+        assert all((np.diff(batch) > 0).all() and 64 < len(batch) <= 128 for batch in epoch)
+
+
+def test_a_batch_pairs_each_tap_with_its_contributions():
+    cache = FakeCache()
+    data = CacheData(cache, [1], "overlap", config().trainer, seed=0)
+    batch = next(iter(data.train_dataloader()))
+    assert list(batch) == [("mlp", 1), ("heads", 1)]
+    for kind, source in (("mlp", TapSource("residual", 1)), ("heads", TapSource("middle", 0))):
+        tap, c = batch[kind, 1]
+        assert tap.dtype == c.dtype == torch.float32
+        np.testing.assert_array_equal(tap, cache.taps[source][batch.rows_N])
+        np.testing.assert_array_equal(c, (cache.mlp if kind == "mlp" else cache.heads_of)(1, batch.rows_N))
+
+
+# --- training
+
+
+def test_predictors_learn_what_the_tap_tells(trained):
+    _, metrics, folder = trained
+    for kind in KINDS:
+        assert metrics["recall_of_mass"][kind] > metrics["static_recall_of_mass"][kind] + 0.15
+    layer = metrics["layers"]["mlp.1"]
+    assert layer["recall_of_mass"]["0.25"] > 0.9 and layer["static_recall_of_mass"]["0.25"] < 0.6
+    assert layer["recall"]["0.25"] > 0.6
+    assert metrics["epochs"] == 6 and metrics["tokens"] + metrics["validation_tokens"] == TOKENS
+    assert [path.name for path in folder.iterdir()] == ["bundle"], "checkpoints are scratch"
+
+
+def test_the_same_seed_gives_the_same_bundle(trained, tmp_path):
+    again, _ = train_bundle(FakeCache(), config(), tmp_path)
+    assert again.id == trained[0].id
+    other = config()
+    other.seed = 1
+    assert train_bundle(FakeCache(), other, tmp_path)[0].id != again.id  # and replaces the run's own bundle
+    assert bundle_id(tmp_path / "bundle") != again.id
+
+
+def test_layers_are_independent(tmp_path):
+    every = train_predictors(FakeCache(), config(epochs=1), tmp_path)
+    bundle, metrics = train_bundle(FakeCache(), config(epochs=1, layers=[0]), tmp_path)
+    assert bundle.layers == (0,) and set(metrics["layers"]) == {"mlp.0", "heads.0"}
+    assert bundle.mean_contribution("mlp", 1).shape == (NEURONS,), "static needs no predictor"
+    for kind in KINDS:
+        for name, tensor in bundle.predictor(kind, 0).state_dict().items():
+            assert torch.equal(tensor, every.predictors[kind, 0].state_dict()[name])
+    with pytest.raises(DataError, match="layers 0 and not for 1"):
+        bundle.predictor("mlp", 1)
+
+
+@pytest.mark.parametrize("layers", [[2], [-1], [0, 0], []])
+def test_layers_that_do_not_exist_are_refused(layers, tmp_path):
+    with pytest.raises(ConfigError, match="the model has layers 0 to 1"):
+        train_predictors(FakeCache(), config(layers=layers), tmp_path)
+
+
+def test_max_steps_below_an_epoch_still_gives_figures(tmp_path):
+    trained = train_predictors(FakeCache(), config(max_steps=3), tmp_path)
+    assert trained.metrics["steps"] == 3 and trained.metrics["epochs"] == 1
+    assert 0 < trained.metrics["recall_of_mass"]["mlp"] < 1
+
+
+def test_a_loss_that_is_not_finite_names_its_predictor(tmp_path):
+    cache = FakeCache()
+    cache.taps[TapSource("middle", 0)][:] = np.inf
+    with pytest.raises(DataError, match=r"training loss of heads\.1 is not finite at step 0"):
+        train_predictors(cache, config(), tmp_path)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_training_stops_without_progress(tmp_path):
+    trained = train_predictors(FakeCache(), config(epochs=9, learning_rate=1e-9, patience=1), tmp_path)
+    assert trained.metrics["epochs"] < 9
+
+
+def test_training_says_nothing_by_itself(tmp_path):
+    code = (
+        "import pathlib, sys; from tests.test_predictors import FakeCache, config;"
+        "from dejavu.predictors.train import train_predictors;"
+        "train_predictors(FakeCache(), config(epochs=1), pathlib.Path(sys.argv[1]))"
+    )
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout == "" and done.stderr == ""
+
+
+def test_schedule_warms_up_and_ends_at_zero():
+    module = PredictorModule.__new__(PredictorModule)
+    module.__dict__.update(settings=SimpleNamespace(warmup_steps=100), total_steps=1000)
+    shares = [module.schedule(step) for step in range(1001)]
+    assert 0 < shares[0] < 0.02 and max(shares) == shares[100] == 1 and shares[1000] == pytest.approx(0)
+    assert shares[101:] == sorted(shares[101:], reverse=True)
+
+
+# --- bundles
+
+
+def resigned(folder: Path, change) -> None:
+    """Apply a change to a bundle's config and tensors, as a faulty writer would: the id fits the content."""
+    described, tensors = json.loads((folder / CONFIG).read_text()), load_file(folder / WEIGHTS)
+    change(described, tensors)
+    save_file(tensors, folder / WEIGHTS)
+    described["weights_sha256"] = file_digest(folder / WEIGHTS).hexdigest()
+    described["id"] = content_id(described, folder / WEIGHTS)
+    (folder / CONFIG).write_text(json.dumps(described))
+
+
+@pytest.fixture
+def copied(trained, tmp_path) -> Path:
+    """A bundle that may be damaged."""
+    target = tmp_path / "copy"
+    target.mkdir()
+    for path in (trained[2] / "bundle").iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+def test_a_bundle_comes_back_bit_for_bit(trained):
+    bundle, _, folder = trained
+    loaded = load_bundle(folder / "bundle")
+    assert loaded.id == bundle.id == bundle_id(folder / "bundle")
+    assert len(bundle.id) == 16 and loaded.config == json.loads(json.dumps(bundle.config))
+    assert loaded.tensors.keys() == bundle.tensors.keys()
+    assert all(torch.equal(loaded.tensors[name], tensor) for name, tensor in bundle.tensors.items())
+    predictor = loaded.predictor("mlp", 1)
+    tap = torch.from_numpy(FakeCache().tap(TapSource("residual", 1), slice(0, 8)))
+    assert not predictor.training and torch.equal(predictor(tap), bundle.predictor("mlp", 1)(tap))
+
+
+def test_a_bundle_says_what_it_is(trained):
+    described = trained[0].config
+    assert described["model"] == {"name": "fake", "fingerprint": "f" * 16}
+    assert described["anatomy"] == {"layers": 2, "width": 16, "neurons": 64, "heads": 4}
+    assert (described["tap"], described["rank"], described["cache"]) == ("overlap", 32, "cache0")
+    assert len(described["document_hashes"]) == DOCUMENTS and described["corpus"]["name"] == "noise"
+    assert described["training"]["batch_tokens"] == 128 and "seconds" not in described["metrics"]
+    np.testing.assert_allclose(
+        trained[0].mean_contribution("mlp", 1),
+        FakeCache().mlp(1, split_rows(FakeCache(), 0.05)[0]).mean(0, dtype=np.float64),
+        rtol=1e-5,
+    )
+
+
+def test_a_bundle_holds_no_pickle(trained):
+    assert sorted(path.name for path in (trained[2] / "bundle").iterdir()) == [CONFIG, WEIGHTS]
+    for path in (trained[2] / "bundle").iterdir():
+        with pytest.raises(ValueError):
+            list(pickletools.genops(path.read_bytes()))
+
+
+def test_predictors_are_read_without_torch(trained):
+    code = (
+        "import sys; from dejavu.predictors.manifest import bundle_id; print(bundle_id(sys.argv[1]));"
+        "assert not {'torch', 'numpy', 'safetensors'} & set(sys.modules)"
+    )
+    command = [sys.executable, "-c", code, trained[2] / "bundle"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == trained[0].id
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: flip(f / WEIGHTS, -1), r"predictors\.safetensors is not what was saved"),
+        (lambda f: flip(f / WEIGHTS, 0), r"predictors\.safetensors is not what was saved"),
+        (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-100]), r"predictors\.safetensors is not"),
+        (lambda f: (f / WEIGHTS).unlink(), r"predictors\.safetensors cannot be read"),
+        (
+            lambda f: (f / CONFIG).write_text((f / CONFIG).read_text().replace("overlap", "direct")),
+            r"config\.json is not",
+        ),
+        (lambda f: (f / CONFIG).write_text((f / CONFIG).read_text()[:-40]), r"config\.json cannot be read"),
+        (lambda f: (f / CONFIG).write_text("[]"), r"config\.json is not a JSON object"),
+        (lambda f: (f / CONFIG).write_text('{"format_version": 1}'), r"config\.json lacks id"),
+        (lambda f: (f / CONFIG).unlink(), "holds no predictor bundle"),
+        (lambda f: resigned(f, lambda c, t: c.update(format_version=2)), "format_version 2 .* update dejavu"),
+        (lambda f: resigned(f, lambda c, t: c.update(layers=[0, 1, 1])), "names layer 1 twice"),
+        (lambda f: resigned(f, lambda c, t: c.update(layers=[0, 7])), "names layer 7 but the model has layers 0 to 1"),
+        (lambda f: resigned(f, lambda c, t: t.pop("mlp.1.up.bias")), r"has no mlp\.1\.up\.bias"),
+        (lambda f: resigned(f, lambda c, t: c.update(layers=[0])), r"an unknown heads\.1\.down\.bias"),
+        (lambda f: resigned(f, lambda c, t: c.update(rank=16)), r"\(32,\) .* where config.json means \(16,\)"),
+        (lambda f: resigned(f, lambda c, t: t.update({"mlp.0.static": torch.zeros(64).half()})), "torch.float16"),
+    ],
+)
+def test_a_damaged_bundle_is_refused_with_the_reason(damage, message, copied):
+    load_bundle(copied)
+    damage(copied)
+    with pytest.raises(DataError, match=message):
+        load_bundle(copied)
+
+
+def test_a_bundle_for_another_model_is_refused(trained):
+    bundle, cache = trained[0], FakeCache()
+    bundle.check_fits("f" * 16, cache)
+    with pytest.raises(DataError, match="trained on other weights"):
+        bundle.check_fits("0" * 16, cache)
+    cache.neurons = 128
+    with pytest.raises(DataError, match="with 64 neurons and this model has 128"):
+        bundle.check_fits("f" * 16, cache)
+
+
+def test_a_bundle_is_never_overwritten(trained, tmp_path):
+    from dejavu.predictors.bundle import save_bundle
+
+    before = {path.name: path.read_bytes() for path in (trained[2] / "bundle").iterdir()}
+    with pytest.raises(DataError, match="bundles are never changed"):
+        save_bundle(trained[2] / "bundle", {}, {}, {})
+    assert before == {path.name: path.read_bytes() for path in (trained[2] / "bundle").iterdir()}
+    with pytest.raises(ValueError):  # NaN is not JSON: nothing half-written stays behind
+        save_bundle(tmp_path / "new", {"metrics": math.nan}, {}, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the real thing
+
+
+def test_from_a_recorded_model_to_a_bundle_that_fits_it(tmp_path):
+    model = tiny_opt()
+    loaded = LoadedModel("tiny", model, None, anatomy(model))
+    random = np.random.default_rng(0)
+    blocks, numbers = random.integers(4, VOCABULARY, (24, 32)), np.arange(24)[:, None].repeat(32, 1) // 4
+    head = cache_head(loaded, blocks, numbers, 8, Collect()) | {
+        "corpus": {"name": "noise", "hash": "0"},
+        "document_hashes": [str(n) for n in range(6)],
+    }
+    with CacheWriter(tmp_path / "cache", head) as writer:
+        collect(loaded, blocks, numbers, writer, 8, Collect())
+        writer.finish()
+    settings = config(epochs=2)
+    settings.predictor.rank = None
+    bundle, metrics = train_bundle(ActivationCache(tmp_path / "cache"), settings, tmp_path)
+    load_bundle(tmp_path / "bundle").check_fits(fingerprint(model), loaded.anatomy)
+    assert bundle.config["rank"] == 4 and metrics["validation_tokens"] == 128
+    assert bundle.config["cache"] == ActivationCache(tmp_path / "cache").id

@@ -30,6 +30,7 @@ from dejavu.corpora.documents import (
 from dejavu.corpora.pydocs import python_version
 from dejavu.corpora.wikitext import articles, detokenise
 from dejavu.errors import DataError
+from dejavu.models import EMBEDDED
 from dejavu.schema import CORPORA, Corpus
 
 ROOT = Path(__file__).parents[1]
@@ -391,7 +392,7 @@ token_lists = st.lists(st.lists(st.integers(3, 99), max_size=9), max_size=9)
 
 
 def encode(lists: list[list[int]]) -> list[np.ndarray]:
-    def tokenizer(text: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
+    def tokenizer(text: list[str], *, add_special_tokens: bool, verbose: bool) -> dict[str, list[list[int]]]:
         assert not add_special_tokens
         return {"input_ids": [[int(word) for word in one.split()] for one in text]}
 
@@ -446,4 +447,4 @@ def test_opt_tiny_was_trained_on_this_text(data_root: Path) -> None:
     if python_version() != "3.11.7" or any(version(name) != lock[name] for name in names):
         pytest.skip("other versions of Python or of the locked packages carry other documentation")
     found = sources.documents("opt-tiny-text", "train", data_root, Corpus(), packages=packages)
-    assert corpus_hash(found) == "4c7caa200a9425ae"
+    assert corpus_hash(found) in (EMBEDDED / "opt-tiny" / "README.md").read_text(), "the card names the text"

@@ -25,7 +25,7 @@ from dejavu.errors import ConfigError, DejavuError
 from dejavu.schema import Config, from_config
 from dejavu.stages.inputs import STAGES, check_data, resolve_inputs
 from dejavu.tracking.identity import config_hash, flattened, resolved
-from dejavu.tracking.run import RunFailed, execute, log_to_terminal
+from dejavu.tracking.run import Run, RunFailed, execute, log_to_terminal
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 log = logging.getLogger("dejavu")
@@ -96,7 +96,7 @@ def run_app(stage: str) -> int:
 
 
 def job(stage: str, composed: DictConfig) -> str:
-    """One job: check, find inputs and folder, then import the stage and run it. Returns the config hash."""
+    """One job: check, find inputs and folder, then run the stage unless it is done. Returns the config hash."""
     config = from_config(composed)
     if config.model.random_init:
         config.model.name += "-random"
@@ -111,7 +111,10 @@ def job(stage: str, composed: DictConfig) -> str:
     folder = run_folder(stage, config, inputs, overrides, multirun)
     if multirun and config.tracking.group is None:
         config.tracking.group = folder.parent.name
-    body = importlib.import_module(f"dejavu.stages.{stage}").run
+
+    def body(run: Run) -> None:  # imported only if there is something to do
+        importlib.import_module(f"dejavu.stages.{stage}").run(run)
+
     return str(execute(stage, body, config, folder, inputs, overrides)["config_hash"])
 
 

@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from dejavu.errors import ConfigError, DataError
+from dejavu.models import EMBEDDED
 from dejavu.models.anatomy import Anatomy, anatomy
 from dejavu.schema import Config
 
-EMBEDDED = Path(__file__).parent / "embedded"
 FINGERPRINT_ELEMENTS = 64
 
 

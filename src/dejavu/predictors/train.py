@@ -4,6 +4,7 @@ import logging
 import math
 import shutil
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -161,7 +162,7 @@ def _fit(
         checkpoints, filename="best", monitor="recall_of_mass", mode="max", save_weights_only=True,
         enable_version_counter=False,
     )  # fmt: skip
-    patience = EarlyStopping("recall_of_mass", mode="max", patience=config.trainer.patience)
+    stop = EarlyStopping("recall_of_mass", mode="max", patience=config.trainer.patience)
     with quiet_lightning():
         trainer = pl.Trainer(
             accelerator="gpu" if pick_device(config.device).type == "cuda" else "cpu",
@@ -169,7 +170,8 @@ def _fit(
             max_epochs=config.trainer.epochs,
             max_steps=config.trainer.max_steps if config.trainer.max_steps > 0 else -1,
             logger=list(loggers) or False,
-            callbacks=[best, patience, *callbacks],
+            # max_steps may end a run before its first validation, which these two could then not read.
+            callbacks=[*([best, stop] if steps >= len(data.sampler) else []), *callbacks],
             num_sanity_val_steps=0,
             log_every_n_steps=max(1, min(50, steps)),
             enable_progress_bar=interactive(),
@@ -178,7 +180,7 @@ def _fit(
         )
         try:
             trainer.fit(module, data)
-            if best.best_model_path:  # none when max_steps ends before the first epoch does
+            if best.best_model_path:
                 module.load_state_dict(torch.load(best.best_model_path, weights_only=True)["state_dict"])
         finally:
             shutil.rmtree(checkpoints, ignore_errors=True)
@@ -188,13 +190,15 @@ def _fit(
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Without Lightning's tips, its list of devices and its notice of the end."""
+    """Without Lightning's tips, its list of devices, its notice of the end, and a deprecation inside Lightning."""
     loggers = [logging.getLogger(name) for name in NOISY]
     before: Mapping[str, int] = {logger.name: logger.level for logger in loggers}
     for logger in loggers:
         logger.setLevel(logging.WARNING)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated")
+            yield
     finally:
         for logger in loggers:
             logger.setLevel(before[logger.name])

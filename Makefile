@@ -7,8 +7,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c co
 .PHONY: help setup demo test tables clean
 
 # Both run from what the repository holds: a hub within reach must not change what they do.
-demo test: export HF_HUB_OFFLINE = 1
-demo test: export TOKENIZERS_PARALLELISM = false
+demo test tables: export HF_HUB_OFFLINE = 1
+demo test tables: export TOKENIZERS_PARALLELISM = false
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "make %-7s %s\n", $$1, $$2 }'
@@ -25,7 +25,8 @@ test: setup ## Lint, check types and run all tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 tables: setup ## Remake the tables and pictures of README and docs
-	$(BIN)/dejavu pipeline run_dir=runs/readme force=true
+	$(BIN)/dejavu pipeline run_dir=runs/readme
+	$(BIN)/python -m dejavu.analysis.readme runs/readme README.md
 
 clean: ## Remove caches and build output (.venv and runs stay)
 	rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

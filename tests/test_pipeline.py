@@ -73,7 +73,9 @@ def config(**changes) -> Config:
     return replace(small, **changes)
 
 
-def failure(stage: str, body, settings: Config, folder: Path, cache: str | None = None, bundle: str | None = None) -> str:
+def failure(
+    stage: str, body, settings: Config, folder: Path, cache: str | None = None, bundle: str | None = None
+) -> str:
     """The message of a run that must fail; its record must say so too."""
     with pytest.raises(RunFailed) as error:
         execute(stage, body, settings, folder, {"cache": cache, "bundle": bundle})
@@ -113,6 +115,16 @@ def test_a_complete_pipeline_is_not_run_again_and_another_config_is_refused(demo
     other = offline("pipeline", "-cn", "demo", *SMALL, "seed=1", cwd=demo.parent)
     assert other.returncode == 1 and "another config (seed differ)" in other.stderr
     assert before == {path: path.stat().st_mtime_ns for path in demo.rglob("result.json")}
+
+
+def test_the_notebook_runs_over_the_demo_and_holds_no_outputs(demo, tmp_path, monkeypatch):
+    notebook = json.loads((Path(__file__).parents[1] / "notebooks" / "sparsity_vs_accuracy.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+    monkeypatch.chdir(tmp_path)
+    code = "\n".join("".join(cell["source"]) for cell in cells).replace("../runs/demo", str(demo))
+    exec(code.replace("from IPython.display import Image, display", "Image = display = print"), {})
+    assert (tmp_path / "sparsity_vs_quality.png").exists()
 
 
 class Listening(Selector):
@@ -181,7 +193,9 @@ def test_a_bundle_that_saw_a_scored_document_is_refused(demo, tmp_path, monkeypa
         "dejavu.stages.evaluate.documents",
         lambda *arguments: [d for d in documents("pydocs", "train", None, Corpus()) if d.hash == seen],
     )
-    message = failure("evaluate", evaluate.run, config(predictors=str(bundle)), tmp_path / "a", bundle=bundle_id(bundle))
+    message = failure(
+        "evaluate", evaluate.run, config(predictors=str(bundle)), tmp_path / "a", bundle=bundle_id(bundle)
+    )
     assert "that the predictors at" in message and "were trained on" in message and seen in message
 
 
@@ -269,7 +283,11 @@ main()
 def test_a_full_disk_is_one_sentence_and_the_run_can_go_on(tmp_path):
     arguments = ["collect", "corpus.tokens=8192", "run_dir=a", "tracking=off"]
     child = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, *arguments], capture_output=True, text=True, cwd=tmp_path, env=dict(os.environ)
+        [sys.executable, "-c", FULL_DISK, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=dict(os.environ),
     )
     assert child.returncode == 1
     assert "Traceback" not in child.stderr

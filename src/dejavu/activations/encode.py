@@ -27,8 +27,8 @@ def compressed(c_NF: Tensor, half_NF: Tensor, kept: int) -> tuple[np.ndarray, np
     if c_NF.device.type != "cpu":
         return _compressed_on_device(c_NF, half_NF, kept)
     c, bits_NF = c_NF.numpy(), half_NF.numpy().view(np.uint16)
-    crowded_N = np.count_nonzero(bits_NF, axis=1) > kept
-    if crowded_N.any():
+    if kept < bits_NF.shape[1]:
+        crowded_N = (bits_NF != 0).sum(axis=1) > kept
         bits_NF = bits_NF.copy()
         bits_NF[crowded_N] *= top_mask(c[crowded_N], _kth_largest(c[crowded_N], kept), kept)
     return _rows(_places(bits_NF), bits_NF)

@@ -1,12 +1,9 @@
 """From an activation cache to trained predictors, and to the bundle that holds them."""
 
-import logging
 import math
 import shutil
 import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +23,8 @@ from dejavu.predictors.module import PredictorModule, mean_recalls, name_of
 from dejavu.predictors.network import Predictor, seeded_predictor
 from dejavu.predictors.statistics import Key, UnitStatistics, collect_statistics
 from dejavu.schema import Config
+from dejavu.tracking.lightning import quiet_lightning
 from dejavu.tracking.run import interactive
-
-NOISY = ("pytorch_lightning.utilities.rank_zero", "pytorch_lightning.accelerators.cuda")
 
 
 @dataclass(frozen=True)
@@ -186,19 +182,3 @@ def _fit(
             shutil.rmtree(checkpoints, ignore_errors=True)
     module.to("cpu")
     return trainer
-
-
-@contextmanager
-def quiet_lightning() -> Iterator[None]:
-    """Without Lightning's tips, its list of devices, its notice of the end, and a deprecation inside Lightning."""
-    loggers = [logging.getLogger(name) for name in NOISY]
-    before: Mapping[str, int] = {logger.name: logger.level for logger in loggers}
-    for logger in loggers:
-        logger.setLevel(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated")
-            yield
-    finally:
-        for logger in loggers:
-            logger.setLevel(before[logger.name])

@@ -6,7 +6,7 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.loggers import Logger
 from transformers import OPTForCausalLM
 
 from dejavu.errors import DataError
@@ -18,7 +18,12 @@ from dejavu.tracking.run import interactive
 
 
 def fit(
-    config: Config, train: list[np.ndarray], held_out: list[np.ndarray], vocabulary: int, folder: Path
+    config: Config,
+    train: list[np.ndarray],
+    held_out: list[np.ndarray],
+    vocabulary: int,
+    folder: Path,
+    loggers: list[Logger],
 ) -> OPTForCausalLM:
     """Train from encoded documents, going on from the folder's last checkpoint if there is one.
 
@@ -35,22 +40,22 @@ def fit(
         raise DataError(f"the held-out text is shorter than one block of {shape.positions} tokens: use more text")
     model = new_opt(vocabulary, shape.hidden, shape.layers, shape.heads, shape.ffn, shape.positions, config.seed)
     module = CausalLM(model, settings.learning_rate, settings.weight_decay, settings.warmup_steps, steps)
-    quiet_lightning()
     every = max(1, min(settings.checkpoint_steps, steps))
-    trainer = pl.Trainer(
-        accelerator="auto" if config.device == "auto" else config.device,
-        devices=1,
-        max_steps=steps,
-        gradient_clip_val=1.0,
-        logger=CSVLogger(folder, name="", version="log"),
-        callbacks=[ModelCheckpoint(folder / "checkpoints", save_last=True, every_n_train_steps=every)],
-        val_check_interval=2 * every,
-        check_val_every_n_epoch=None,
-        limit_val_batches=8,
-        num_sanity_val_steps=0,
-        enable_progress_bar=interactive(),
-        enable_model_summary=False,
-        log_every_n_steps=10,
-    )
-    trainer.fit(module, data, ckpt_path=str(last) if last.exists() else None, weights_only=True)
+    with quiet_lightning():
+        trainer = pl.Trainer(
+            accelerator="auto" if config.device == "auto" else config.device,
+            devices=1,
+            max_steps=steps,
+            gradient_clip_val=1.0,
+            logger=loggers,
+            callbacks=[ModelCheckpoint(folder / "checkpoints", save_last=True, every_n_train_steps=every)],
+            val_check_interval=2 * every,
+            check_val_every_n_epoch=None,
+            limit_val_batches=8,
+            num_sanity_val_steps=0,
+            enable_progress_bar=interactive(),
+            enable_model_summary=False,
+            log_every_n_steps=10,
+        )
+        trainer.fit(module, data, ckpt_path=str(last) if last.exists() else None, weights_only=True)
     return module.model.eval()

@@ -34,12 +34,14 @@ def run(run: Run) -> None:
     run.say(
         f"collecting {tokens_NT.size:,} tokens of {len(texts):,} documents of {config.corpus.name} with {loaded.name}"
     )
-    writer = CacheWriter(run.folder / "cache", head)
-    with Progress(disable=not interactive(), transient=True) as progress:
-        bar = progress.add_task("collecting", total=None)
-        show = lambda done, total: progress.update(bar, completed=done, total=total)  # noqa: E731  (a callback, once)
+    with CacheWriter(run.folder / "cache", head) as writer, Progress(disable=not interactive(), transient=True) as bars:
+        bar = bars.add_task("collecting", total=None)
+
+        def show(done: int, total: int) -> None:
+            bars.update(bar, completed=done, total=total)
+
         timing = collect(loaded, tokens_NT, documents_NT, writer, config.batch_size, config.collect, show)
-    writer.finish()
+        writer.finish()
     if timing["speed_ratio"] is not None:
         run.say(
             f"{timing['tokens_per_second']:,.0f} tokens/s, {timing['speed_ratio']:.2f} of a plain forward pass, "

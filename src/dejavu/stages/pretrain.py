@@ -22,6 +22,7 @@ from dejavu.pretraining.fit import fit
 from dejavu.pretraining.tokenizer import train_tokenizer
 from dejavu.schema import Config, Corpus
 from dejavu.tracking.files import write_text
+from dejavu.tracking.lightning import lightning_loggers
 from dejavu.tracking.run import Run
 
 
@@ -46,7 +47,7 @@ def run(run: Run) -> None:
     tokens = sum(map(len, encoded))
     run.say(f"{len(train):,} documents, {tokens:,} tokens; training on {config.pretrain.tokens:,} tokens")
     watched_ids = encode_documents([document.text for document in watched], tokenizer, tokenizer.eos_token_id)
-    model = fit(config, encoded, watched_ids, len(tokenizer), run.folder)
+    model = fit(config, encoded, watched_ids, len(tokenizer), run.folder, lightning_loggers(run))
 
     folder = run.folder / "model"
     model.to(torch.float16).save_pretrained(folder)

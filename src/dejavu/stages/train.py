@@ -5,6 +5,7 @@ from pathlib import Path
 from dejavu.activations.cache import ActivationCache
 from dejavu.models.memory import keep_freed_memory
 from dejavu.predictors.train import train_bundle
+from dejavu.tracking.lightning import lightning_loggers
 from dejavu.tracking.run import Run
 
 
@@ -15,7 +16,7 @@ def run(run: Run) -> None:
     assert config.cache is not None
     cache = ActivationCache(Path(config.cache))
     run.say(f"training predictors of {cache.manifest['model']['name']} on {cache.tokens:,} tokens of {config.cache}")
-    bundle, training = train_bundle(cache, config, run.folder)
+    bundle, training = train_bundle(cache, config, run.folder, lightning_loggers(run))
     for kind, recall in training["recall_of_mass"].items():
         run.say(f"{kind}: mean recall of mass {recall:.4f} over densities 0.1, 0.25, 0.35 and 0.5")
     count = training["validation_tokens"]

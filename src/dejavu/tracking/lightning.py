@@ -1,22 +1,47 @@
-"""Lightning without its noise: what is silenced is named, one by one."""
+"""Lightning's loggers for a run, and Lightning without its noise: what is silenced is named, one by one."""
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-LOGGERS = ("pytorch_lightning.utilities.rank_zero", "pytorch_lightning.accelerators.cuda")
+if TYPE_CHECKING:
+    from pytorch_lightning.loggers import Logger
+
+    from dejavu.tracking.run import Run
+
+NOISY = ("pytorch_lightning.utilities.rank_zero", "pytorch_lightning.accelerators.cuda")
 WARNINGS = (
     r".*treespec, LeafSpec.*",  # Lightning 2.6 on torch 2.13
-    r".*`IterableDataset` has `__len__` defined.*",  # there are no worker processes
-    r".*does not have many workers.*",  # batches come from memory maps; workers would only copy
-    r".*is smaller than the logging interval.*",  # small runs on purpose
+    r".*does not have many workers.*",  # batches come from memory; workers would only copy
     r".*Checkpoint directory .* exists and is not empty.*",  # a resumed run's own
     r".*Experiment logs directory .* exists.*",
 )
 
 
-def quiet_lightning() -> None:
-    """Silence tips, device lists and warnings that do not apply here."""
-    for name in LOGGERS:
-        logging.getLogger(name).setLevel(logging.WARNING)
-    for message in WARNINGS:
-        warnings.filterwarnings("ignore", message=message)
+def lightning_loggers(run: "Run") -> "list[Logger]":
+    """metrics.csv in the run's folder, and the run's W&B run where there is one."""
+    from pytorch_lightning.loggers import CSVLogger, WandbLogger
+
+    loggers: list[Logger] = [CSVLogger(str(run.folder), name="", version="")]
+    if run.wandb.run is not None:
+        loggers.append(WandbLogger(experiment=run.wandb.run, log_model=False))
+    return loggers
+
+
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Without tips, lists of devices, the notice of the end and warnings that do not apply here."""
+    loggers = [logging.getLogger(name) for name in NOISY]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            for message in WARNINGS:
+                warnings.filterwarnings("ignore", message)
+            yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

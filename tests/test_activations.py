@@ -26,7 +26,7 @@ from dejavu.activations.encode import compressed
 from dejavu.activations.layout import COMPRESSED, layer_file
 from dejavu.activations.manifest import read_manifest
 from dejavu.errors import ConfigError, DataError
-from dejavu.models.anatomy import anatomy
+from dejavu.models.families import anatomy
 from dejavu.models.load import LoadedModel
 from dejavu.models.taps import TapSource
 from dejavu.schema import Collect

@@ -10,7 +10,7 @@ from dejavu.errors import DataError
 from dejavu.evaluation.continuation import continuation_questions
 from dejavu.evaluation.scoring import Request, Scorer, sparse_span
 from dejavu.evaluation.tasks import continuation, rolling, token_perplexity
-from dejavu.models.anatomy import anatomy
+from dejavu.models.families import anatomy
 from dejavu.models.load import EMBEDDED, LoadedModel
 from dejavu.schema import Sparsity, Task
 from dejavu.sparsity.budget import make_budget

@@ -19,7 +19,9 @@ from tiny import tiny_opt
 from dejavu.activations.cache import ActivationCache
 from dejavu.activations.manifest import cache_id
 from dejavu.corpora.sources import documents
-from dejavu.models.load import EMBEDDED, LoadedModel, load_model
+from dejavu.models import EMBEDDED
+from dejavu.models.families import anatomy
+from dejavu.models.load import LoadedModel, load_model
 from dejavu.models.taps import tap_source
 from dejavu.predictors.bundle import load_bundle
 from dejavu.predictors.manifest import bundle_id
@@ -170,8 +172,6 @@ def test_the_predictor_does_not_peek(demo, loaded):
         if permute:
             fc1, order = model.model.decoder.layers[layer].fc1, torch.randperm(1024)
             fc1.weight.data, fc1.bias.data = fc1.weight.data[order], fc1.bias.data[order]
-        from dejavu.models.anatomy import anatomy
-
         sparsifier = Sparsifier(anatomy(model), Predicted(bundle, loaded.device), budget, record=True)
         with torch.inference_mode(), sparsifier.attached():
             sparsifier.begin(Tokens(torch.ones(80, dtype=torch.bool), torch.zeros(80).long(), torch.zeros(80).long()))

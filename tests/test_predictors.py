@@ -23,7 +23,8 @@ from dejavu.activations.cache import ActivationCache
 from dejavu.activations.collect import cache_head, collect
 from dejavu.activations.writer import CacheWriter
 from dejavu.errors import ConfigError, DataError
-from dejavu.models.anatomy import KINDS, anatomy
+from dejavu.models.anatomy import KINDS
+from dejavu.models.families import anatomy
 from dejavu.models.load import LoadedModel, fingerprint
 from dejavu.models.taps import TapSource
 from dejavu.models.topk import kept, top_k_mask

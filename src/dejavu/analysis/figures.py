@@ -12,9 +12,10 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MultipleLocator, NullFormatter, PercentFormatter
 from matplotlib.typing import RcKeyType
 
-from dejavu.analysis.tables import selector_rank, write_by_rename
+from dejavu.analysis.tables import selector_rank
 from dejavu.errors import DataError
 from dejavu.evaluation.metrics import INTERVAL
+from dejavu.tracking.files import by_rename
 
 DPI = 150
 WIDTH, HEIGHT = 6.0, 3.0  # inches of one row of panels: 900 x 450 pixels
@@ -178,7 +179,7 @@ def plain(value: float, _: int | None = None) -> str:
 def save(figure: Figure, path: Path) -> None:
     """Write the figure as PNG, and as SVG beside it, by rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_by_rename(path, lambda temporary: figure.savefig(temporary, format="png", dpi=DPI))
+    by_rename(path, lambda temporary: figure.savefig(temporary, format="png", dpi=DPI))
     undated = {"Date": None}
     svg = path.with_suffix(".svg")
-    write_by_rename(svg, lambda temporary: figure.savefig(temporary, format="svg", metadata=undated))
+    by_rename(svg, lambda temporary: figure.savefig(temporary, format="svg", metadata=undated))

@@ -1,8 +1,6 @@
 """The long table as files (table.csv, table.parquet) and as compact summaries for a terminal."""
 
-import os
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ from rich.table import Table
 from dejavu.analysis.runs import typed
 from dejavu.errors import DataError
 from dejavu.evaluation.metrics import INTERVAL
+from dejavu.tracking.files import by_rename
 
 MAIN_METRICS = ("bits_per_byte", "token_perplexity", "acc")
 SELECTORS = ("dense", "oracle", "predictor", "svd", "sign", "prompt", "static", "random")  # the order they are shown in
@@ -24,22 +23,11 @@ HEADER_WIDTH = 14
 def write_table(table: pd.DataFrame, folder: Path | str, parquet: bool = False) -> Path:
     """Write table.csv into `folder`, on request table.parquet too; returns the path of the CSV."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     if parquet:
-        write_by_rename(folder / "table.parquet", lambda path: table.to_parquet(path, index=False))
+        by_rename(folder / "table.parquet", lambda path: table.to_parquet(path, index=False))
     path = folder / "table.csv"
-    write_by_rename(path, lambda temporary: table.to_csv(temporary, index=False))
+    by_rename(path, lambda temporary: table.to_csv(temporary, index=False))
     return path
-
-
-def write_by_rename(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a hidden file in the same folder, then rename it: readers see the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def read_table(path: Path | str) -> pd.DataFrame:

@@ -1,16 +1,11 @@
-"""Where the heads and neurons of a causal LM are: the one place that knows families apart.
+"""Where the heads and neurons of a causal LM are.
 
-A family is one file here (opt.py, llama.py) with a function from a loaded transformers model to an `Anatomy`; all that
-records, masks or decodes works on the four points of a `Block` and never asks which family it is.
+All that records, masks or decodes works on the four points of a `Block` and never asks which family it is.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
-
-from dejavu.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -56,14 +51,3 @@ class Anatomy:
 
 
 KINDS = ("mlp", "heads")
-
-
-def anatomy(model: Any) -> Anatomy:
-    """The anatomy of a loaded transformers model. Raises ConfigError for a family that has none."""
-    from dejavu.models import llama, opt
-
-    families: dict[str, Callable[[Any], Anatomy]] = {"opt": opt.anatomy, "llama": llama.anatomy}
-    family = model.config.model_type
-    if family not in families:
-        raise ConfigError(f"models of type {family!r} are not supported: supported are {', '.join(families)}")
-    return families[family](model)

@@ -16,7 +16,8 @@ from transformers.utils import logging as transformers_logging
 
 from dejavu.errors import ConfigError, DataError
 from dejavu.models import EMBEDDED
-from dejavu.models.anatomy import Anatomy, anatomy
+from dejavu.models.anatomy import Anatomy
+from dejavu.models.families import anatomy
 from dejavu.schema import Config
 
 FINGERPRINT_ELEMENTS = 64

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dejavu.errors import DataError
 from dejavu.models.anatomy import KINDS
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ class Predicted(Selector):
     @torch.no_grad()
     def scores(self, kind, layer, tap_ND, contributions, tokens):  # type: ignore[no-untyped-def]
         assert tap_ND is not None
+        if (kind, layer) not in self.predictors:
+            raise DataError(f"the bundle has no predictor for layer {layer}: add {layer} to sparsity.dense_layers")
         # Predictors learn from the fp16 taps of the cache; in fp32 the difference is far below their error.
         return self.predictors[kind, layer](tap_ND.float())
 

@@ -20,7 +20,7 @@ from dejavu.models.memory import keep_freed_memory
 from dejavu.predictors.bundle import Bundle, load_bundle
 from dejavu.schema import Config, Corpus, Task
 from dejavu.sparsity.budget import requested_ratios
-from dejavu.tracking.files import write_parquet
+from dejavu.tracking.files import by_rename
 from dejavu.tracking.run import Run
 
 
@@ -38,7 +38,7 @@ def run(run: Run, loaded: LoadedModel | None = None) -> None:
     measured = measured_sparsity(scorer, config)
     dense = samples if config.sparsity.selector == "dense" else None
     dense = dense_reference(loaded, config, dense)
-    write_parquet(run.folder / "samples.parquet", samples)
+    by_rename(run.folder / "samples.parquet", lambda path: samples.to_parquet(path, index=False))
     mlp, heads = requested_ratios(config.sparsity)
     run.record |= {
         "model": {"name": loaded.name, "parameters": loaded.parameters, "fingerprint": loaded.fingerprint},
@@ -91,11 +91,9 @@ def dense_reference(loaded: LoadedModel, config: Config, samples: pd.DataFrame |
     path = folder / f"{loaded.name}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]}.parquet"
     if samples is None and path.exists():
         return pd.read_parquet(path)
-    if samples is None:
-        samples = score_tasks(Scorer(loaded, batch_size=config.batch_size), config)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_parquet(path, samples)
-    return samples
+    dense = score_tasks(Scorer(loaded, batch_size=config.batch_size), config) if samples is None else samples
+    by_rename(path, lambda partial: dense.to_parquet(partial, index=False))
+    return dense
 
 
 def refuse_training_text(name: str, task: Task, config: Config, bundle: Bundle | None) -> str:

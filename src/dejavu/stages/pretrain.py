@@ -13,7 +13,7 @@ from dejavu.corpora.pydocs import python_version
 from dejavu.corpora.sources import documents
 from dejavu.corpora.wikitext import detokenise
 from dejavu.errors import DataError
-from dejavu.models.anatomy import anatomy
+from dejavu.models.families import anatomy
 from dejavu.models.load import LoadedModel, pretrained_model
 from dejavu.models.memory import keep_freed_memory
 from dejavu.pretraining import ngram

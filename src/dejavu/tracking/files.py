@@ -2,27 +2,33 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dejavu.errors import DataError
 
-if TYPE_CHECKING:
-    import pandas as pd
 
+def by_rename(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make a hidden file in the same folder, then rename it: readers see the old file or the new one.
 
-def write_text(path: Path, text: str) -> None:
-    """Write by rename. Raises DataError (no space, no permission) and leaves whatever was there before."""
+    Raises DataError (no space, no permission) and leaves whatever was there before.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, "utf-8")
+        write(partial)
         partial.replace(path)
     except OSError as error:
+        reason = error.strerror or error
+        raise DataError(f"{path} could not be written ({reason}): free some space or choose another folder") from error
+    finally:
         partial.unlink(missing_ok=True)
-        raise DataError(
-            f"{path} could not be written ({error.strerror}): free some space or choose another folder"
-        ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write text by rename."""
+    by_rename(path, lambda partial: partial.write_text(text, "utf-8"))
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -38,16 +44,3 @@ def read_json(path: Path) -> Any:
         raise DataError(f"{path} is missing") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is damaged ({error}): delete its folder and make it again") from error
-
-
-def write_parquet(path: Path, table: "pd.DataFrame") -> None:
-    """Write a table by rename. Raises DataError when there is no space or permission."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        table.to_parquet(partial, index=False)
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise DataError(
-            f"{path} could not be written ({error.strerror}): free some space or choose another folder"
-        ) from error

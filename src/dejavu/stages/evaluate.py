@@ -21,7 +21,7 @@ from dejavu.predictors.bundle import Bundle, load_bundle
 from dejavu.schema import Config, Corpus, Task
 from dejavu.sparsity.budget import requested_ratios
 from dejavu.tracking.files import by_rename
-from dejavu.tracking.run import Run
+from dejavu.tracking.run import Run, versions
 
 
 def run(run: Run, loaded: LoadedModel | None = None) -> None:
@@ -86,7 +86,7 @@ def measured_sparsity(scorer: Scorer, config: Config) -> dict[str, Any]:
 def dense_reference(loaded: LoadedModel, config: Config, samples: pd.DataFrame | None) -> pd.DataFrame:
     """The dense model's samples on the same tasks, kept under `runs/references` so that they are scored once."""
     tasks = {name: asdict(task) for name, task in config.tasks.run.items()}
-    key = [loaded.fingerprint, config.dtype, config.tasks.limit, config.data_root, tasks]
+    key = [loaded.fingerprint, config.dtype, config.tasks.limit, config.data_root, tasks, versions()]
     folder = Path(config.runs) / "references"
     path = folder / f"{loaded.name}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]}.parquet"
     if samples is None and path.exists():

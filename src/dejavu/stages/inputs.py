@@ -1,5 +1,6 @@
 """Which cache and bundle a stage reads, and whether its text can be had: settled before anything heavy is imported."""
 
+import logging
 from pathlib import Path
 
 from dejavu.activations.manifest import cache_id, read_manifest
@@ -7,6 +8,8 @@ from dejavu.corpora.available import check_available
 from dejavu.errors import ConfigError, DataError
 from dejavu.predictors.manifest import bundle_id, read_bundle_config
 from dejavu.schema import Config
+
+log = logging.getLogger("dejavu")
 
 STAGES = {  # name -> (what it does, inputs it reads)
     "pretrain": ("train opt-tiny, the model in the package, from text that needs no download", ()),
@@ -39,10 +42,10 @@ def resolve_inputs(stage: str, config: Config) -> dict[str, str | None]:
     ids: dict[str, str | None] = {"cache": None, "bundle": None}
     needed = STAGES[stage][1]
     if "cache" in needed:
-        config.cache = str(_given(config.cache, "cache") if config.cache else _newest(config, "cache"))
+        config.cache = str(_found(config, config.cache, "cache"))
         ids["cache"] = cache_id(Path(config.cache))
     if "bundle" in needed and config.sparsity.selector in ("predictor", "static"):
-        config.predictors = str(_given(config.predictors, "bundle") if config.predictors else _newest(config, "bundle"))
+        config.predictors = str(_found(config, config.predictors, "bundle"))
         ids["bundle"] = bundle_id(Path(config.predictors))
     return ids
 
@@ -50,6 +53,15 @@ def resolve_inputs(stage: str, config: Config) -> dict[str, str | None]:
 _FILES = {"cache": "manifest.json", "bundle": "config.json"}
 _KEYS = {"cache": "cache", "bundle": "predictors"}
 _MAKERS = {"cache": "dejavu collect", "bundle": "dejavu train"}
+
+
+def _found(config: Config, named: str | None, what: str) -> Path:
+    """The folder that was named, or the newest that fits; that choice is told, since it changes as runs are added."""
+    if named is not None:
+        return _given(named, what)
+    newest = _newest(config, what)
+    log.info("%s: taking the newest for %s, %s", _KEYS[what], config.model.name, newest)
+    return newest
 
 
 def _given(path: str, what: str) -> Path:

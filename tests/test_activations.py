@@ -252,7 +252,7 @@ def tables(draw: st.DrawFn) -> np.ndarray:
     return np.array(draw(st.lists(row, min_size=tokens, max_size=tokens)), dtype=np.float32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(c=tables(), data=st.data())
 def test_rows_come_back_as_they_went_in(
     tmp_path_factory: pytest.TempPathFactory, c: np.ndarray, data: st.DataObject
@@ -380,9 +380,8 @@ try:
 except t.DataError as error:
     print(error)
 """)
-    assert "residual.00.f16" in child.stdout, child.stderr
-    assert "(File too large)" in child.stdout
-    assert "make room" in child.stdout
+    assert f"{tmp_path / 'full'}/mlp." in child.stdout, child.stderr
+    assert " cannot be written (File too large): make room" in child.stdout
     batches = [some_batch(100, seed) for seed in range(12)]
     with CacheWriter(tmp_path / "full", HEAD) as writer:
         assert 1 <= writer.batches_done <= 6

@@ -86,7 +86,9 @@ class ActivationCache:
         if path.stat().st_size != recorded or stream.size(self.tokens) not in (None, recorded):
             raise DataError(f"{path} has {path.stat().st_size:,} bytes where {recorded} were written: collect it again")
         values = np.asarray(np.memmap(path, stream.dtype, mode="r")) if recorded else np.zeros(0, stream.dtype)
-        return values if stream.columns in (None, 1) else values.reshape(self.tokens, stream.columns)
+        if stream.columns is None or stream.dtype.kind == "u":
+            return values
+        return values.reshape(self.tokens, stream.columns)
 
     def _row_starts(self, layer: int) -> np.ndarray:
         """Where the stored contributions of each token start, and of the last one end, int64 (N + 1,)."""

@@ -74,16 +74,16 @@ def collect(
     todo = range(writer.batches_done, len(plan))
     compared = _spread(todo, PLAIN_BATCHES)
     recorded, paired, plain = Pace(), Pace(), Pace()
-    with Recorder(loaded.anatomy, writer) as recorder:
-        for number in todo:
-            batch = Batch(blocks_NT[plan[number]], documents_NT[plan[number]])
-            seconds = _timed(_record, loaded, batch, recorder, writer)
-            recorded.add(batch.tokens, seconds)
-            if number in compared:
-                paired.add(batch.tokens, seconds)
-                plain.add(batch.tokens, _timed(_forward, loaded, batch))
-            if progress is not None:
-                progress(number + 1, len(plan))
+    recorder = Recorder(loaded.anatomy, writer)
+    for number in todo:
+        batch = Batch(blocks_NT[plan[number]], documents_NT[plan[number]])
+        seconds = _timed(_record, loaded, batch, recorder, writer)
+        recorded.add(batch.tokens, seconds)
+        if number in compared:
+            paired.add(batch.tokens, seconds)
+            plain.add(batch.tokens, _timed(_forward, loaded, batch))
+        if progress is not None:
+            progress(number + 1, len(plan))
     return {
         "tokens": recorded.tokens,
         "seconds": recorded.seconds,

@@ -12,7 +12,6 @@ Plain little-endian numbers without headers, one row per token, so that appendin
     document.u32, token.u32, position.u16 or .u32   (N) each
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 
 from dejavu.errors import ConfigError, DataError
 from dejavu.models.anatomy import Anatomy
+from dejavu.models.topk import kept
 
 SIZES = ("layers", "width", "neurons", "heads")  # fields of Anatomy and keys of every manifest
 COMPRESSED = ("mlp.count", "mlp.index", "mlp.value")  # kinds of file, in the order that encode.compressed returns
@@ -97,7 +97,7 @@ def resolve_encoding(encoding: str, anatomy: Anatomy) -> str:
 
 def kept_neurons(encoding: str, top: float | None, neurons: int) -> int:
     """The most neurons of a token that are stored: all, or under encoding=top its share, at least 1."""
-    return neurons if encoding != "top" or top is None else max(1, math.floor(top * neurons + 0.5))
+    return kept(1 - top, neurons) if encoding == "top" and top is not None else neurons
 
 
 def _mlp_streams(layer: int, neurons: int, encoding: str) -> list[Stream]:

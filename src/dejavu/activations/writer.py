@@ -184,10 +184,10 @@ class CacheWriter:
         # On the bits: a maximum of integers takes a tenth of the time of np.isfinite on float16.
         largest = int((values.view(np.uint16) & 0x7FFF).max(initial=0))
         if largest >= 0x7C00:
-            what = "NaN" if largest > 0x7C00 else "values above 65504, the most that float16 holds,"
+            what = "NaN" if largest > 0x7C00 else "a value above 65504, the most that float16 holds,"
             raise DataError(
-                f"{stream.meaning} holds {what} in batch {self.batches_done} and cannot be stored in {stream.name}: "
-                "check the model's weights, or try dtype=float32"
+                f"{what} in {stream.meaning}, batch {self.batches_done}, cannot be stored in {stream.name}: check the "
+                "model's weights, or try dtype=float32"
             )
 
     def _to_disk(self, sizes: dict[str, int], batches: int) -> None:

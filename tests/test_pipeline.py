@@ -137,9 +137,9 @@ class Listening(Selector):
     def __init__(self) -> None:
         self.given: dict[tuple[str, int], torch.Tensor] = {}
 
-    def scores(self, kind, layer, tap_ND, contributions, tokens):
-        self.given[kind, layer] = tap_ND.clone()
-        return contributions()
+    def scores(self, choice):
+        self.given[choice.kind, choice.layer] = choice.tap_ND.clone()
+        return choice.contributions()
 
 
 @pytest.mark.parametrize("tap", TAPS)

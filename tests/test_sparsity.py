@@ -10,7 +10,7 @@ from dejavu.models.load import load_model
 from dejavu.schema import Config, Sparsity
 from dejavu.sparsity.budget import Budget, make_budget, requested_ratios
 from dejavu.sparsity.layers import Sparsifier
-from dejavu.sparsity.selectors import Oracle, Random, Replay, Selector, Tokens
+from dejavu.sparsity.selectors import Choice, Oracle, Random, Replay, Selector, Tokens
 
 MODELS = [tiny_opt, tiny_opt_post_norm, tiny_llama]
 
@@ -131,9 +131,9 @@ class Peeking(Selector):
 
     reads_tap = True
 
-    def scores(self, kind, layer, tap_ND, contributions, tokens):
-        units = 64 if kind == "mlp" else 4
-        return tap_ND @ torch.randn(32, units, generator=torch.Generator().manual_seed(layer))
+    def scores(self, choice):
+        units = 64 if choice.kind == "mlp" else 4
+        return choice.tap_ND @ torch.randn(32, units, generator=torch.Generator().manual_seed(choice.layer))
 
 
 @pytest.mark.parametrize("tap", ["overlap", "previous"])
@@ -172,9 +172,8 @@ def test_random_depends_on_nothing_but_its_seed_and_the_token():
 
 
 def test_random_chooses_every_unit_about_equally_often():
-    scores = Random(0, {"mlp": 256, "heads": 4}).scores(
-        "mlp", 0, None, None, Tokens(torch.ones(4000, dtype=torch.bool), torch.arange(4000) % 7, torch.arange(4000))
-    )
+    tokens = Tokens(torch.ones(4000, dtype=torch.bool), torch.arange(4000) % 7, torch.arange(4000))
+    scores = Random(0, {"mlp": 256, "heads": 4}).scores(Choice("mlp", 0, None, lambda: None, tokens))
     chosen = scores >= scores.kthvalue(193, dim=1, keepdim=True).values
     share = chosen.float().mean(0)
     assert chosen.float().mean().item() == pytest.approx(0.25, abs=0.001)

@@ -7,7 +7,7 @@ A unit left out is replaced by zero before W2 or W_o reads it, even where it is 
 layer whose budget keeps all units is not touched at all, so nothing left out is the unmodified model bit for bit.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -20,7 +20,7 @@ from dejavu.models.taps import TapSource, tap_source
 from dejavu.models.topk import top_k_mask
 from dejavu.sparsity.accounting import Density
 from dejavu.sparsity.budget import Budget
-from dejavu.sparsity.selectors import Selector, Tokens
+from dejavu.sparsity.selectors import Choice, Selector, Tokens
 
 
 class Sparsifier(Observer):
@@ -102,10 +102,10 @@ class Sparsifier(Observer):
             mask_NF = self._choose("mlp", layer, lambda: self.contributions.of_neurons(layer, activations_NF))
         return activations_NF.masked_fill(~self._count("mlp", layer, mask_NF), 0)
 
-    def _choose(self, kind: str, layer: int, contributions) -> Tensor:  # type: ignore[no-untyped-def]
+    def _choose(self, kind: str, layer: int, contributions: Callable[[], Tensor]) -> Tensor:
         assert self.selector is not None and self._tokens is not None, "begin(tokens) comes before every forward pass"
         tap_ND = self._taps[tap_source(self.tap, kind, layer)] if self.selector.reads_tap else None
-        scores = self.selector.scores(kind, layer, tap_ND, contributions, self._tokens)
+        scores = self.selector.scores(Choice(kind, layer, tap_ND, contributions, self._tokens))
         return top_k_mask(torch.atleast_2d(scores), self.budget.of(kind)[layer])
 
     def _count(self, kind: str, layer: int, mask_NU: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ A selector only scores units; how many of the best are computed is the budget's 
 (batch and time flattened), D width, U units of the kind at hand (neurons or heads).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,17 +28,26 @@ class Tokens:
     position_N: Tensor  # int64, position within the text
 
 
-class Selector:
+@dataclass(frozen=True)
+class Choice:
+    """What is to be chosen, and all that a selector may look at."""
+
+    kind: str
+    layer: int
+    tap_ND: Tensor | None  # only for selectors that read one
+    contributions: Callable[[], Tensor]  # c of this very forward pass, (N, U)
+    tokens: Tokens
+
+
+class Selector(ABC):
     """Scores the units of one kind in one layer; higher is more important."""
 
     name: str
     reads_tap = False
 
-    def scores(
-        self, kind: str, layer: int, tap_ND: Tensor | None, contributions: Callable[[], Tensor], tokens: Tokens
-    ) -> Tensor:
-        """(N, U), or (U,) when the choice is the same for every token. `contributions()` is c of this forward pass."""
-        raise NotImplementedError
+    @abstractmethod
+    def scores(self, choice: Choice) -> Tensor:
+        """(N, U), or (U,) when the choice is the same for every token."""
 
 
 class Oracle(Selector):
@@ -45,8 +55,8 @@ class Oracle(Selector):
 
     name = "oracle"
 
-    def scores(self, kind, layer, tap_ND, contributions, tokens):  # type: ignore[no-untyped-def]
-        return contributions()
+    def scores(self, choice: Choice) -> Tensor:
+        return choice.contributions()
 
 
 class Random(Selector):
@@ -57,11 +67,11 @@ class Random(Selector):
     def __init__(self, seed: int, units: Mapping[str, int]) -> None:
         self.seed, self.units = seed, units
 
-    def scores(self, kind, layer, tap_ND, contributions, tokens):  # type: ignore[no-untyped-def]
-        stream = (self.seed * 1_000_003 + layer) * 2 + KINDS.index(kind)
-        key_N = mixed(mixed(tokens.document_N.int() + stream) + tokens.position_N.int())
+    def scores(self, choice: Choice) -> Tensor:
+        stream = (self.seed * 1_000_003 + choice.layer) * 2 + KINDS.index(choice.kind)
+        key_N = mixed(mixed(choice.tokens.document_N.int() + stream) + choice.tokens.position_N.int())
         unit_U = (
-            torch.arange(self.units[kind], dtype=torch.int32, device=key_N.device) * -1640531527
+            torch.arange(self.units[choice.kind], dtype=torch.int32, device=key_N.device) * -1640531527
         )  # 2**32 / golden ratio
         return mixed(key_N[:, None] + unit_U).float()
 
@@ -74,8 +84,8 @@ class Static(Selector):
     def __init__(self, bundle: "Bundle") -> None:
         self.bundle = bundle
 
-    def scores(self, kind, layer, tap_ND, contributions, tokens):  # type: ignore[no-untyped-def]
-        return self.bundle.mean_contribution(kind, layer).to(tokens.sparse_N.device)
+    def scores(self, choice: Choice) -> Tensor:
+        return self.bundle.mean_contribution(choice.kind, choice.layer).to(choice.tokens.sparse_N.device)
 
 
 class Predicted(Selector):
@@ -90,12 +100,14 @@ class Predicted(Selector):
         }
 
     @torch.no_grad()
-    def scores(self, kind, layer, tap_ND, contributions, tokens):  # type: ignore[no-untyped-def]
-        assert tap_ND is not None
-        if (kind, layer) not in self.predictors:
-            raise DataError(f"the bundle has no predictor for layer {layer}: add {layer} to sparsity.dense_layers")
+    def scores(self, choice: Choice) -> Tensor:
+        assert choice.tap_ND is not None
+        key = choice.kind, choice.layer
+        if key not in self.predictors:
+            raise DataError(f"the bundle has no predictor for layer {key[1]}: add {key[1]} to sparsity.dense_layers")
         # Predictors learn from the fp16 taps of the cache; in fp32 the difference is far below their error.
-        return self.predictors[kind, layer](tap_ND.float())
+        scores: Tensor = self.predictors[key](choice.tap_ND.float())
+        return scores
 
 
 class Replay(Selector):
@@ -106,8 +118,8 @@ class Replay(Selector):
     def __init__(self, masks_NU: Mapping[tuple[str, int], Tensor]) -> None:
         self.masks_NU = masks_NU
 
-    def scores(self, kind, layer, tap_ND, contributions, tokens):  # type: ignore[no-untyped-def]
-        return self.masks_NU[kind, layer].float()
+    def scores(self, choice: Choice) -> Tensor:
+        return self.masks_NU[choice.kind, choice.layer].float()
 
 
 def mixed(value: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def write_run(
             "selector": selector, "requested": {"mlp": ratio or 0.75, "heads": ratio or 0.75},
             "measured": {"mlp_density": density, "head_density": density, "sparse_token_share": float(ratio > 0)},
         },
-        "metrics": {f["task"].iloc[0]: metrics.measure(f, TASKS[f["task"].iloc[0]]) for f in frames},
+        "metrics": {f["task"].iloc[0]: metrics.measure(f, metrics.OF_KIND[TASKS[f["task"].iloc[0]]]) for f in frames},
         "timing": {}, "versions": {},
     }  # fmt: skip
     (folder / "result.json").write_text(json.dumps(result | changes))

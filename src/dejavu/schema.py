@@ -11,15 +11,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from dejavu.errors import ConfigError
 
-SELECTORS = ("dense", "random", "static", "predictor", "oracle")
-RULES = ("topk", "nonzero")
+SELECTORS = ("dense", "random", "static", "prompt", "svd", "sign", "gate", "predictor", "oracle")
+NEURONS_ONLY = ("svd", "sign", "gate")  # training-free estimates from the MLP's own weights: they know no heads
+RULES = ("topk", "threshold", "nonzero")
 POSITIONS = ("all", "decode", "last_fraction", "last")
 TAPS = ("overlap", "direct", "previous")
 PARTS = ("both", "mlp", "heads")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
 ENCODINGS = ("auto", "sparse", "top", "dense")
-TASK_KINDS = ("rolling", "token_perplexity", "continuation")
+TASK_KINDS = ("rolling", "token_perplexity", "continuation", "lm_eval")
+BENCHMARKS = ("winogrande", "openbookqa", "wikitext", "c4", "piqa", "copa", "rte", "cb", "lambada_openai")
 CORPORA = ("pydocs", "wikitext", "c4", "openbookqa", "mixture", "opt-tiny-text")
 TRACKING_MODES = ("offline", "online", "off")
 
@@ -29,6 +31,9 @@ class Model:
     name: str = "opt-tiny"
     hub: str | None = None
     path: str | None = None
+    package: str | None = None
+    gguf: str | None = None
+    separator: str | None = None
     random_init: bool = False
     architecture: dict[str, Any] = field(default_factory=dict)
 
@@ -105,6 +110,7 @@ class Task:
     hub: str | None = None
     hub_config: str | None = None
     limit: int | None = None
+    metrics: list[str] = field(default_factory=list)
     context_tokens: int = 48
     continuation_tokens: int = 16
     choices: int = 4
@@ -115,6 +121,14 @@ class Task:
 class Tasks:
     limit: int | None = None
     run: dict[str, Task] = field(default_factory=dict)
+
+
+@dataclass
+class Evaluation:
+    stock_bos: bool = False
+    calibration_tokens: int = 4096
+    recall_tokens: int = 2048
+    samples: int = 100
 
 
 @dataclass
@@ -141,6 +155,7 @@ class Config:
     trainer: Trainer = field(default_factory=Trainer)
     pretrain: Pretrain = field(default_factory=Pretrain)
     tasks: Tasks = field(default_factory=Tasks)
+    evaluation: Evaluation = field(default_factory=Evaluation)
     tracking: Tracking = field(default_factory=Tracking)
     pipeline: Pipeline = field(default_factory=Pipeline)
     device: str = "auto"
@@ -193,6 +208,11 @@ def check(config: Config) -> None:
         one_of("pipeline.selectors", selector, SELECTORS)
     if sparsity.rule == "nonzero" and sparsity.selector not in ("oracle", "dense"):
         raise ConfigError(f"sparsity.rule=nonzero needs sparsity.selector=oracle, got {sparsity.selector!r}")
+    if sparsity.rule == "threshold" and sparsity.selector in ("random", "static", "prompt"):
+        raise ConfigError(
+            f"sparsity.rule=threshold needs a selector whose scores differ from token to token: "
+            f"{sparsity.selector} gives the same number to all, use sparsity.rule=topk"
+        )
     within("collect.top", config.collect.top, 1e-9, 1, "the share of units whose contributions are stored")
     within("trainer.held_out", trainer.held_out, 1e-9, 0.5, "the share of the cache's documents used for validation")
     positive = {
@@ -200,10 +220,11 @@ def check(config: Config) -> None:
         "predictor.rank": predictor.rank, "tasks.limit": config.tasks.limit, "trainer.epochs": trainer.epochs,
         "trainer.batch_tokens": trainer.batch_tokens, "trainer.learning_rate": trainer.learning_rate,
         "trainer.checkpoint_steps": trainer.checkpoint_steps, "trainer.patience": trainer.patience,
+        "evaluation.calibration_tokens": config.evaluation.calibration_tokens,
     }  # fmt: skip
     for name, task in config.tasks.run.items():
         one_of(f"tasks.run.{name}.kind", task.kind, TASK_KINDS)
-        one_of(f"tasks.run.{name}.corpus", task.corpus, CORPORA)
+        one_of(f"tasks.run.{name}.corpus", task.corpus, BENCHMARKS if task.kind == "lm_eval" else CORPORA)
         positive |= {f"tasks.run.{name}.{key}": getattr(task, key) for key in ("limit", "context_tokens", "choices")}
     for key, value in positive.items():
         if value is not None and value <= 0:

@@ -143,6 +143,7 @@ def run_settings(run: Run) -> dict[str, Any]:
         "run": run.name,
     }
     settings |= {key: config["sparsity"][key] for key in ("positions", "budget", "rule")}
+    settings["positions"] = result["sparsity"].get("positions", settings["positions"])
     densities = ("mlp_density", "head_density", "sparse_token_share")
     return settings | {key: number(result["sparsity"]["measured"][key]) for key in densities}
 
@@ -194,12 +195,10 @@ def task_settings(run: Run, task: str) -> dict[str, Any]:
 
 def compare(run: Run, base: Run, task: str, read: Read) -> dict[str, dict[str, float]]:
     """{metric: {delta, delta_stderr}}: `run` minus `base`. Raises DataError naming both when they do not fit."""
-    kind = task_settings(run, task).get("kind")
-    if kind not in metrics.RATIOS:
-        return {}
+    settings = task_settings(run, task)
     samples, dense = (frame[frame["task"] == task] for frame in (read(run.folder), read(base.folder)))
     try:
-        return metrics.paired(samples, dense, kind)
+        return metrics.paired(samples, dense, metrics.metric_names(settings["kind"], settings.get("metrics", ())))
     except DataError as error:
         raise DataError(f"{run.name} cannot be compared with {base.name}: {error}") from error
 

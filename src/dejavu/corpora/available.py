@@ -59,6 +59,21 @@ SOURCES = {
     ),
 }
 
+# What lm-eval's own tasks score, by the task's name: one split each, the hub's repositories as lm-eval 0.4.13 has them.
+BENCHMARKS = {
+    "winogrande": Source({"validation": ("winogrande/dev.jsonl",)}, "allenai/winogrande", "winogrande_xl"),
+    "openbookqa": Source({"test": ("openbookqa/test.jsonl",)}, "allenai/openbookqa", "main"),
+    "wikitext": Source(
+        {"test": ("wikitext2/wiki.test.raw",)}, "EleutherAI/wikitext_document_level", "wikitext-2-raw-v1"
+    ),
+    "c4": Source({"validation": ("c4/c4_valid.jsonl",)}, "allenai/c4", "en"),
+    "piqa": Source({"validation": ("extras/piqa_valid.jsonl",)}, "baber/piqa", ""),
+    "copa": Source({"validation": ("extras/copa_val.jsonl",)}, "aps/super_glue", "copa"),
+    "cb": Source({"validation": ("extras/cb_val.jsonl",)}, "aps/super_glue", "cb"),
+    "rte": Source({"validation": ("extras/rte_val.jsonl",)}, "nyu-mll/glue", "rte"),
+    "lambada_openai": Source({"test": ("extras/lambada_openai_test.jsonl",)}, "EleutherAI/lambada_openai", "default"),
+}
+
 ALL_SPLITS = ("train", "validation", "test")
 SPLITS = {
     "pydocs": ("train", "test"),
@@ -95,25 +110,47 @@ def check_split(name: str, split: str) -> None:
         raise DataError(f"corpus {name} has no split {split}: choose one of {', '.join(SPLITS[name])}")
 
 
+def check_benchmark(name: str, data_root: Path | None) -> None:
+    """Return if the rows of one of lm-eval's own tasks can be read. Raises DataError that names what is missing."""
+    if name not in BENCHMARKS:
+        raise DataError(f"lm-eval's task {name} is not among those known here: choose one of {', '.join(BENCHMARKS)}")
+    source = BENCHMARKS[name]
+    (split,) = source.files
+    if data_root is not None:
+        source_file(f"task {name}", source, split, data_root)
+    else:
+        check_repository(f"task {name}", source, split, source.hub)
+
+
 def local_file(name: str, split: str, data_root: Path) -> Path:
-    """The file below data_root that holds this split. Raises DataError that names the missing file."""
-    names = SOURCES[name].files[split]
+    """The file below data_root that holds this split of a corpus. Raises DataError that names the missing file."""
+    return source_file(f"corpus {name}", SOURCES[name], split, data_root)
+
+
+def source_file(what: str, source: Source, split: str, data_root: Path) -> Path:
+    """The first of a split's files that exists. Raises DataError that names them all where none does."""
+    names = source.files[split]
     for path in (data_root / file for file in names):
         if path.is_file():
             return path
     missing = " or ".join(str(data_root / file) for file in names)
-    raise DataError(f"corpus {name}, split {split}: no file {missing}; put it there ({LAYOUT}) or unset data_root")
+    raise DataError(f"{what}, split {split}: no file {missing}; put it there ({LAYOUT}) or unset data_root")
 
 
 def check_hub(name: str, split: str, repository: str) -> None:
+    """Raise DataError if a corpus's repository is neither in the local cache nor can its host be reached."""
+    check_repository(f"corpus {name}", SOURCES[name], split, repository)
+
+
+def check_repository(what: str, source: Source, split: str, repository: str) -> None:
     """Raise DataError if the repository is neither in the local cache nor can its host be reached."""
     if in_cache(repository):
         return
     problem = offline_setting() or connection_problem()
     if problem:
-        files = " or ".join(SOURCES[name].files[split])
+        files = " or ".join(source.files[split])
         raise DataError(
-            f"corpus {name}, split {split}: {repository} is not in the local cache and {problem}; "
+            f"{what}, split {split}: {repository} is not in the local cache and {problem}; "
             f"set data_root=DIR with {files} ({LAYOUT}) or connect to the hub"
         )
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dejavu.corpora.available import LAYOUT, SOURCES, check_available, local_file
 from dejavu.corpora.documents import Document, unique, without_near_duplicates
@@ -17,6 +17,7 @@ from dejavu.errors import DataError
 from dejavu.schema import Corpus
 
 C4_DOCUMENTS, C4_SEED, C4_BUFFER = 501, 42, 10_000  # the sample that Deja Vu's authors draw
+Form = TypeVar("Form")
 Row = tuple[str, Any]  # where it stands, for messages, and what it holds
 
 
@@ -120,10 +121,10 @@ def json_corpus(name: str, split: str, data_root: Path | None, hub: str, hub_con
         yield Document(extract(text_of[name], row, place), f"{name}/{split}:{number}")
 
 
-def extract(text_of: Callable[[Any], str], row: Any, place: str) -> str:
-    """The text of a row. Raises DataError that names its place where the row has another form."""
+def extract(form_of: Callable[[Any], Form], row: Any, place: str) -> Form:
+    """What `form_of` makes of a row, such as its text. Raises DataError that names the place of a malformed one."""
     try:
-        return text_of(row)
+        return form_of(row)
     except KeyError as error:
         raise DataError(f"{place} lacks the key {error}: the right form is in docs/data.md") from error
     except (TypeError, ValueError) as error:

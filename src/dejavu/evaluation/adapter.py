@@ -13,7 +13,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from rich.progress import Progress
 
 from dejavu.corpora.blocks import token_ids
-from dejavu.evaluation.scoring import Request, Scorer
+from dejavu.evaluation.scoring import Request, Scored, Scorer
 from dejavu.tracking.run import interactive
 
 # Warnings about arguments that a loaded model ignores and about defaults of metrics that are not used here.
@@ -21,10 +21,14 @@ logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
 
 class DejaVuLM(HFLM):
-    """lm-eval's interface over a `Scorer`. A document is scored after exactly one separator (`</s>` for OPT)."""
+    """lm-eval's interface over a `Scorer`. A document is scored after exactly one separator (`</s>` for OPT).
 
-    def __init__(self, scorer: Scorer) -> None:
+    `stock_bos` does in rolling tasks what stock lm-eval does: its own prefix token, and whatever the tokenizer adds.
+    """
+
+    def __init__(self, scorer: Scorer, stock_bos: bool = False) -> None:
         loaded = scorer.loaded
+        self.stock_bos = stock_bos
         super().__init__(
             pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=1, max_length=loaded.anatomy.context
         )
@@ -32,7 +36,8 @@ class DejaVuLM(HFLM):
 
     @property
     def prefix_token_id(self) -> int:
-        return self.scorer.loaded.anatomy.separator
+        """What stands before a text: the model's document separator."""
+        return int(super().prefix_token_id) if self.stock_bos else self.scorer.loaded.anatomy.separator
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """HFLM's encoding of (context, continuation) pairs, without its progress bar."""
@@ -45,12 +50,8 @@ class DejaVuLM(HFLM):
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
         """(log-likelihood, is greedy) of each (_, context, continuation) in ids; too long contexts lose their start."""
-        scored = []
-        with Progress(disable=not interactive(), transient=True) as progress:
-            bar = progress.add_task("scoring", total=len(requests))
-            wanted = [self._fitted(context, continuation) for _, context, continuation in requests]
-            scored = self.scorer.score(wanted, lambda count: progress.advance(bar, count))
-        return [(result.loglikelihood, result.greedy) for result in scored]
+        results = self._scored([self._fitted(context, continuation) for _, context, continuation in requests])
+        return [(result.loglikelihood, result.greedy) for result in results]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts in windows of the context length, one separator before the first only.
@@ -60,14 +61,21 @@ class DejaVuLM(HFLM):
         """
         owners, windows = [], []
         for owner, request in enumerate(requests):
-            (ids,) = token_ids([request.args[0]], self.scorer.loaded.tokenizer)
+            text = request.args[0]
+            ids = self.tok_encode(text) if self.stock_bos else token_ids([text], self.scorer.loaded.tokenizer)[0]
             for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1):
                 owners.append(owner)
-                windows.append((None, *make_disjoint_window(window)))
+                context, continuation = make_disjoint_window(window)
+                windows.append(Request(context, continuation, window=True))
         totals = [0.0] * len(requests)
-        for owner, (loglikelihood, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
-            totals[owner] += loglikelihood
+        for owner, result in zip(owners, self._scored(windows), strict=True):
+            totals[owner] += result.loglikelihood
         return totals
+
+    def _scored(self, requests: list[Request]) -> list[Scored]:
+        with Progress(disable=not interactive(), transient=True) as progress:
+            bar = progress.add_task("scoring", total=len(requests))
+            return self.scorer.score(requests, lambda count: progress.advance(bar, count))
 
     def _fitted(self, context: list[int], continuation: list[int]) -> Request:
         surplus = max(0, len(context) + len(continuation) - 1 - self.max_length)

@@ -1,12 +1,13 @@
 """From samples to metrics with error bars, and paired differences to a dense run over the same documents.
 
 Samples: a table with one row per scored document or question of one task (columns `task`, `document`,
-`loglikelihood` in nats, `tokens`, `bytes`, `words`, `correct`). Rows are put in the order of their documents first, so
-neither a value nor an error bar depends on the order in which they were scored.
+`loglikelihood` in nats, `tokens`, `bytes`, `words`, `correct`, `correct_norm`, `predicted`, `label`; a metric needs
+only its own). Rows are put in the order of their documents first, so neither a value nor an error bar depends on the
+order in which they were scored.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,11 +24,52 @@ Array = np.ndarray
 
 
 @dataclass(frozen=True)
+class Mean:
+    """A column's mean, with lm-eval's analytic standard error."""
+
+    column: str
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.column,)
+
+
+@dataclass(frozen=True)
 class Ratio:
-    """A metric `scale(nats lost / units)`, both summed over documents; `unit` is a column of the samples."""
+    """A metric `scale(nats lost / units)`, both summed over documents; `unit` is a column, or "documents"."""
 
     unit: str
     scale: Callable[[Array], Array]
+    columns: tuple[str, ...] = ("loglikelihood",)
+
+    def resampled(self, rows: pd.DataFrame, weights_RN: Array) -> Array:
+        """The metric under each row of weights, (R,); NaN where a resample holds only empty documents."""
+        nats = -rows["loglikelihood"].to_numpy(dtype=np.float64)
+        units = np.ones(len(rows)) if self.unit == "documents" else rows[self.unit].to_numpy(dtype=np.float64)
+        if units.sum() <= 0:
+            task = rows["task"].iloc[0]
+            raise DataError(f"the samples of task {task} hold no {self.unit} to divide by: evaluate the run again")
+        # A broken model's perplexity may be infinite.
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            return self.scale((weights_RN @ nats) / (weights_RN @ units))
+
+
+@dataclass(frozen=True)
+class MacroF1:
+    """Mean over the classes 0 to `classes` - 1 of F1 (lm-eval's `cb`); a class that nobody names has F1 = 0."""
+
+    classes: int
+    columns: tuple[str, ...] = ("predicted", "label")
+
+    def resampled(self, rows: pd.DataFrame, weights_RN: Array) -> Array:
+        """The metric under each row of weights, (R,)."""
+        predicted, label = (rows[column].to_numpy() for column in self.columns)
+        scores = []
+        for number in range(self.classes):
+            hits = weights_RN @ ((predicted == number) & (label == number))
+            named = weights_RN @ (predicted == number) + weights_RN @ (label == number)
+            scores.append(np.divide(2 * hits, named, out=np.zeros_like(named), where=named > 0))
+        return np.mean(scores, axis=0)
 
 
 def bits(nats: Array) -> Array:
@@ -38,53 +80,78 @@ def unchanged(nats: Array) -> Array:
     return nats
 
 
-RATIOS = {
-    "rolling": {
-        "bits_per_byte": Ratio("bytes", bits),
-        "byte_perplexity": Ratio("bytes", np.exp),
-        "word_perplexity": Ratio("words", np.exp),
-    },
-    "token_perplexity": {"token_perplexity": Ratio("tokens", np.exp), "loss": Ratio("tokens", unchanged)},
-    "continuation": {},
+METRICS: dict[str, Mean | Ratio | MacroF1] = {
+    "bits_per_byte": Ratio("bytes", bits),
+    "byte_perplexity": Ratio("bytes", np.exp),
+    "word_perplexity": Ratio("words", np.exp),
+    "token_perplexity": Ratio("tokens", np.exp),
+    "loss": Ratio("tokens", unchanged),
+    "perplexity": Ratio("documents", np.exp),  # of a last word, as lm-eval's LAMBADA has it
+    "acc": Mean("correct"),
+    "acc_norm": Mean("correct_norm"),
+    "f1": MacroF1(classes=3),
+}
+OF_KIND = {  # tasks of kind lm_eval name their own
+    "rolling": ("bits_per_byte", "byte_perplexity", "word_perplexity"),
+    "token_perplexity": ("token_perplexity", "loss"),
+    "continuation": ("acc",),
 }
 
 
-def measure(samples: pd.DataFrame, kind: str) -> dict[str, dict]:
+def metric_names(kind: str, named: Sequence[str] = ()) -> tuple[str, ...]:
+    """The metrics of a task: its kind's, or those that it names. Raises DataError for one that does not exist."""
+    names = OF_KIND.get(kind, tuple(named))
+    unknown = [name for name in names if name not in METRICS]
+    if unknown or not names:
+        what = f"metric {unknown[0]!r} is not known" if unknown else f"a task of kind {kind!r} has to name its metrics"
+        raise DataError(f"{what}: choose of {', '.join(METRICS)}")
+    return names
+
+
+def measure(samples: pd.DataFrame, names: Sequence[str]) -> dict[str, dict]:
     """{metric: {value, stderr, n}} of one task's samples; `n` counts documents, blocks or questions.
 
     Accuracies have lm-eval's analytic standard error, the others a bootstrap over documents; a single document has
-    none (NaN). Raises DataError for an unknown kind, for no samples, and for values that cannot be scored.
+    none (NaN). Raises DataError for no samples, and for values that cannot be scored.
     """
-    rows = ordered(samples, kind)
-    if kind == "continuation":
-        correct = rows["correct"].to_numpy(dtype=np.float64)
-        return {"acc": {"value": float(correct.mean()), "stderr": standard_error(correct), "n": len(rows)}}
+    rows = ordered(samples, names)
     metrics = {}
-    for name, ratio in RATIOS[kind].items():
-        value, resampled = estimate(rows, ratio)
-        metrics[name] = {"value": value, "stderr": spread(resampled, len(rows)), "n": len(rows)}
+    for name in names:
+        value, stderr = estimate(rows, name)
+        metrics[name] = {"value": value, "stderr": stderr, "n": len(rows)}
     return metrics
 
 
-def paired(samples: pd.DataFrame, dense: pd.DataFrame, kind: str) -> dict[str, dict[str, float]]:
+def estimate(rows: pd.DataFrame, name: str) -> tuple[float, float]:
+    """(value, standard error) of one metric over ordered samples."""
+    metric = METRICS[name]
+    if isinstance(metric, Mean):
+        values = rows[metric.column].to_numpy(dtype=np.float64)
+        return float(values.mean()), standard_error(values)
+    value = float(metric.resampled(rows, np.ones((1, len(rows))))[0])
+    return value, spread(metric.resampled(rows, resamples(len(rows))), len(rows))
+
+
+def paired(samples: pd.DataFrame, dense: pd.DataFrame, names: Sequence[str]) -> dict[str, dict[str, float]]:
     """{metric: {delta, delta_stderr}}: sparse minus dense over the same documents.
 
-    Both sides of a ratio are resampled with the same weights, so what is hard about a document cancels.
+    Both sides are resampled with the same weights, so what is hard about a document cancels.
     Raises DataError when the two do not hold the same documents with the same counts.
     """
-    rows, base = ordered(samples, kind), ordered(dense, kind)
+    rows, base = ordered(samples, names), ordered(dense, names)
     check_same_documents(rows, base)
-    if kind == "continuation":
-        change = rows["correct"].to_numpy(dtype=np.float64) - base["correct"].to_numpy(dtype=np.float64)
-        return {"acc": {"delta": float(change.mean()), "delta_stderr": standard_error(change)}}
-    metrics = {}
-    for name, ratio in RATIOS[kind].items():
-        value, resampled = estimate(rows, ratio)
-        base_value, base_resampled = estimate(base, ratio)
+    differences = {}
+    for name in names:
+        metric = METRICS[name]
+        if isinstance(metric, Mean):
+            change = rows[metric.column].to_numpy(dtype=np.float64) - base[metric.column].to_numpy(dtype=np.float64)
+            differences[name] = {"delta": float(change.mean()), "delta_stderr": standard_error(change)}
+            continue
+        weights = np.vstack([np.ones((1, len(rows))), resamples(len(rows))])
         with np.errstate(invalid="ignore"):  # the difference of two infinite perplexities is NaN
-            value, resampled = np.subtract(value, base_value), np.subtract(resampled, base_resampled)
-        metrics[name] = {"delta": float(value), "delta_stderr": spread(resampled, len(rows))}
-    return metrics
+            changes = metric.resampled(rows, weights) - metric.resampled(base, weights)
+        differences[name] = {"delta": float(changes[0]), "delta_stderr": spread(changes[1:], len(rows))}
+    return differences
 
 
 def no_measurable_loss(metric: str, value: float, delta: float, delta_stderr: float) -> bool:
@@ -101,7 +168,7 @@ def no_measurable_loss(metric: str, value: float, delta: float, delta_stderr: fl
 
 def higher_is_better(metric: str) -> bool:
     """True for accuracies, False for perplexities, losses and bits."""
-    return metric.startswith("acc")
+    return metric.startswith(("acc", "f1"))
 
 
 def tolerance(metric: str, dense: float) -> float:
@@ -110,21 +177,6 @@ def tolerance(metric: str, dense: float) -> float:
         return 0.01
     logarithms = {"loss": np.log(1.01), "bits_per_byte": np.log2(1.01)}
     return float(logarithms.get(metric, 0.01 * dense))
-
-
-def estimate(rows: pd.DataFrame, ratio: Ratio) -> tuple[float, Array]:
-    """A ratio over all rows, and over each bootstrap resample of them: float64 (RESAMPLES,)."""
-    nats = -rows["loglikelihood"].to_numpy(dtype=np.float64)
-    units = rows[ratio.unit].to_numpy(dtype=np.float64)
-    if units.sum() <= 0:
-        task = rows["task"].iloc[0]
-        raise DataError(f"the samples of task {task} hold no {ratio.unit} to divide by: evaluate the run again")
-    weights = resamples(len(rows))
-    resampled_units = weights @ units
-    possible = resampled_units > 0  # a resample made only of empty documents has no value
-    with np.errstate(over="ignore"):  # a broken model's perplexity may be infinite
-        value = float(ratio.scale(nats.sum() / units.sum()))
-        return value, ratio.scale((weights @ nats)[possible] / resampled_units[possible])
 
 
 @functools.lru_cache(maxsize=4)
@@ -138,10 +190,11 @@ def resamples(documents: int) -> Array:
 
 def spread(resampled: Array, documents: int) -> float:
     """Standard deviation over resamples; NaN where a single document leaves nothing to resample."""
-    if documents < 2:
+    known = resampled[~np.isnan(resampled)]  # a resample made only of empty documents has no value
+    if documents < 2 or len(known) < 2:
         return float("nan")
     with np.errstate(invalid="ignore"):
-        return float(np.std(resampled, ddof=1))
+        return float(np.std(known, ddof=1))
 
 
 def standard_error(values: Array) -> float:
@@ -149,12 +202,10 @@ def standard_error(values: Array) -> float:
     return float(np.std(values, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else float("nan")
 
 
-def ordered(samples: pd.DataFrame, kind: str) -> pd.DataFrame:
+def ordered(samples: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
     """The samples of one task in the order of their documents. Raises DataError where they cannot be measured."""
-    if kind not in RATIOS:
-        raise DataError(f"task kind {kind!r} has no metrics: choose one of {', '.join(RATIOS)}")
     if samples.empty:
-        raise DataError(f"there are no samples to measure for a task of kind {kind}: check its corpus and limit")
+        raise DataError("there are no samples to measure: check the task's corpus and limit")
     tasks = sorted(set(samples["task"]))
     if len(tasks) > 1:
         raise DataError(f"the samples mix the tasks {', '.join(tasks)}: measure one task at a time")
@@ -162,11 +213,13 @@ def ordered(samples: pd.DataFrame, kind: str) -> pd.DataFrame:
     twice = rows["document"].duplicated()
     if twice.any():
         raise DataError(f"task {tasks[0]} holds document {rows['document'][twice].iloc[0]} twice: evaluate it again")
-    column = "correct" if kind == "continuation" else "loglikelihood"
-    broken = ~np.isfinite(rows[column].to_numpy(dtype=np.float64))
-    if broken.any():
-        document = rows["document"][broken].iloc[0]
-        raise DataError(f"task {tasks[0]}, document {document}: {column} is not finite; check the model's dtype")
+    for column in dict.fromkeys(column for name in names for column in METRICS[name].columns):
+        if column not in rows:
+            raise DataError(f"the samples of task {tasks[0]} have no {column}: its file names a metric that it lacks")
+        broken = ~np.isfinite(rows[column].to_numpy(dtype=np.float64))
+        if broken.any():
+            document = rows["document"][broken].iloc[0]
+            raise DataError(f"task {tasks[0]}, document {document}: {column} is not finite; check the model's dtype")
     return rows
 
 

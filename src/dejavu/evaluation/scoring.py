@@ -1,8 +1,9 @@
 """Log-probabilities of continuations, and which positions of each request run sparse.
 
 A request is context + continuation; position p produces the score of token p+1, so the model reads all tokens but the
-last. Requests are padded on the right, which a causal model cannot see; padding runs whole and counts in nothing.
-Shape suffixes: B requests in a batch, T positions, V vocabulary, N = B * T.
+last. Requests are padded on the right, which a causal model cannot see; padding runs whole and counts in nothing. The
+output embedding, a fifth of a small model's work, is computed at scored positions only.
+Shape suffixes: B requests in a batch, T positions, D width, V vocabulary, N = B * T, S scored positions.
 """
 
 import zlib
@@ -14,19 +15,22 @@ import torch
 from torch import Tensor
 
 from dejavu.errors import DataError
+from dejavu.evaluation.broken import broken_place
 from dejavu.models.load import LoadedModel
 from dejavu.sparsity.layers import Sparsifier
 from dejavu.sparsity.selectors import Tokens
 
 TOKENS_PER_SEQUENCE = 256  # batch_size counts sequences of this length; shorter ones go more at a time
+LOGITS_AT_ONCE = 1 << 26  # values of logits in memory at a time: 256 MB
 
 
 @dataclass(frozen=True)
 class Request:
-    """Token ids; the continuation is what is scored."""
+    """Token ids; the continuation is what is scored. A `window` is running text: its context is no prompt."""
 
     context: Sequence[int]
     continuation: Sequence[int]
+    window: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,31 +72,76 @@ class Scorer:
 
     def _score_batch(self, requests: list[Request]) -> list[Scored]:
         tokens_BT = np.zeros((len(requests), _length(requests[0])), dtype=np.int64)
-        sparse_BT = np.zeros(tokens_BT.shape, dtype=bool)
+        sparse_BT, context_BT = np.zeros(tokens_BT.shape, dtype=bool), np.zeros(tokens_BT.shape, dtype=bool)
         for row, request in enumerate(requests):
             tokens_BT[row, : _length(request)] = [*request.context, *request.continuation][:-1]
-            start, stop = sparse_span(request, self.positions, self.fraction)
-            sparse_BT[row, start:stop] = True
+            start, stop = self._span(request)
+            sparse_BT[row, start:stop], context_BT[row, :start] = True, True
             if self.sparsifier is not None and self.sparsifier.touches_anything:
                 self.sparse_tokens += max(0, stop - max(start, len(request.context) - 1))
             self.scored_tokens += len(request.continuation)
-        logits_BTV = self._logits(tokens_BT, sparse_BT, [_document_number(request) for request in requests])
-        return [_scored(logits_BTV[row], request) for row, request in enumerate(requests)]
 
-    def _logits(self, tokens_BT: np.ndarray, sparse_BT: np.ndarray, documents: list[int]) -> Tensor:
-        device = self.loaded.device
-        input_ids = torch.from_numpy(tokens_BT).to(device)
-        if self.sparsifier is None:
-            return self.loaded.model(input_ids=input_ids, use_cache=False).logits
-        rows, length = tokens_BT.shape
-        self.sparsifier.begin(
-            Tokens(
-                sparse_N=torch.from_numpy(sparse_BT).flatten().to(device),
-                document_N=torch.tensor(documents, device=device).repeat_interleave(length),
-                position_N=torch.arange(length, device=device).repeat(rows),
+        def forward() -> Tensor:
+            documents = [_document_number(request) for request in requests]
+            return self._hidden(tokens_BT, sparse_BT, context_BT, documents)
+
+        hidden_BTD = forward()
+        ends = [_length(request) for request in requests]
+        counts = [len(request.continuation) for request in requests]
+        spans = zip(range(len(requests)), ends, counts, strict=True)
+        hidden_SD = torch.cat([hidden_BTD[row, end - count : end] for row, end, count in spans])
+        wanted_S = torch.tensor([token for request in requests for token in request.continuation])
+        values_S, greedy_S = self._chosen(hidden_SD, wanted_S.to(hidden_SD.device))
+        if not bool(torch.isfinite(values_S).all()):
+            raise DataError(
+                f"the model gave a logit that is not finite ({broken_place(self.loaded.anatomy, forward)}): "
+                "use dtype=float32, or check the weights and predictors"
             )
-        )
-        return self.loaded.model(input_ids=input_ids, use_cache=False).logits
+        return [
+            Scored(float(values.sum()), bool(greedy.all()))
+            for values, greedy in zip(values_S.split(counts), greedy_S.split(counts), strict=True)
+        ]
+
+    def _span(self, request: Request) -> tuple[int, int]:
+        """`sparse_span`, after the prompt in any case where units are chosen from it."""
+        start, stop = sparse_span(request, self.positions, self.fraction)
+        if self.sparsifier is not None and self.sparsifier.reads_context:
+            start = max(start, prompt_length(request))
+        return start, stop
+
+    def _hidden(
+        self, tokens_BT: np.ndarray, sparse_BT: np.ndarray, context_BT: np.ndarray, documents: list[int]
+    ) -> Tensor:
+        """What the output embedding reads, (B, T, D)."""
+        device = self.loaded.device
+        if self.sparsifier is not None:
+            rows, length = tokens_BT.shape
+            self.sparsifier.begin(
+                Tokens(
+                    sparse_N=torch.from_numpy(sparse_BT).flatten().to(device),
+                    document_N=torch.tensor(documents, device=device).repeat_interleave(length),
+                    position_N=torch.arange(length, device=device).repeat(rows),
+                    context_N=torch.from_numpy(context_BT).flatten().to(device),
+                    row_N=torch.arange(rows, device=device).repeat_interleave(length),
+                )
+            )
+        input_ids = torch.from_numpy(tokens_BT).to(device)
+        hidden_BTD: Tensor = self.loaded.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        return hidden_BTD
+
+    def _chosen(self, hidden_SD: Tensor, wanted_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability of each wanted token (float64, NaN for logits not finite), and whether it is likeliest."""
+        head = self.loaded.model.get_output_embeddings()
+        values, greedy = [], []
+        rows = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
+        for hidden_CD, wanted_C in zip(hidden_SD.split(rows), wanted_S.split(rows), strict=True):
+            logits_CV = head(hidden_CD).float()
+            wanted_logits_C = logits_CV.gather(1, wanted_C[:, None])[:, 0]
+            normalised_C = wanted_logits_C.double() - logits_CV.logsumexp(-1).double()
+            finite_C = torch.isfinite(logits_CV.amax(-1)) & torch.isfinite(logits_CV.amin(-1))  # a NaN is both
+            values.append(torch.where(finite_C, normalised_C, torch.nan))
+            greedy.append(logits_CV.argmax(-1) == wanted_C)
+        return torch.cat(values), torch.cat(greedy)
 
 
 def sparse_span(request: Request, positions: str, fraction: float) -> tuple[int, int]:
@@ -110,6 +159,11 @@ def sparse_span(request: Request, positions: str, fraction: float) -> tuple[int,
     return start, length
 
 
+def prompt_length(request: Request) -> int:
+    """Positions from which a whole request's units may be chosen: the context, of running text the first quarter."""
+    return max(1, _length(request) // 4) if request.window else len(request.context)
+
+
 def _length(request: Request) -> int:
     """Positions the model reads: all tokens but the last, which nothing follows."""
     return len(request.context) + len(request.continuation) - 1
@@ -118,16 +172,3 @@ def _length(request: Request) -> int:
 def _document_number(request: Request) -> int:
     """A number that depends on the request's own tokens only, so `random` chooses alike in any batch and order."""
     return zlib.crc32(np.array([*request.context, *request.continuation], dtype=np.int64).tobytes())
-
-
-def _scored(logits_TV: Tensor, request: Request) -> Scored:
-    last = _length(request)
-    logits_CV = logits_TV[last - len(request.continuation) : last].float()
-    if not torch.isfinite(logits_CV).all():
-        raise DataError(
-            "the model gave a logit that is not finite: use dtype=float32, or check the weights and predictors"
-        )
-    logprobs_CV = torch.log_softmax(logits_CV, dim=-1)
-    wanted_C = torch.tensor(request.continuation, device=logits_TV.device)
-    loglikelihood = logprobs_CV.gather(1, wanted_C[:, None]).double().sum()
-    return Scored(float(loglikelihood), bool((logits_CV.argmax(-1) == wanted_C).all()))

@@ -1,13 +1,23 @@
 """From a config to a scorer: the model with the selector, budget and positions asked for."""
 
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dejavu.corpora.blocks import encode_documents, pack
+from dejavu.corpora.sources import documents
 from dejavu.errors import ConfigError, DataError
 from dejavu.evaluation.scoring import Scorer
+from dejavu.models.contribution import Contributions
 from dejavu.models.load import LoadedModel
 from dejavu.predictors.bundle import Bundle
-from dejavu.schema import Config
+from dejavu.predictors.network import default_rank
+from dejavu.schema import NEURONS_ONLY, Config
 from dejavu.sparsity.budget import make_budget
 from dejavu.sparsity.layers import Sparsifier
-from dejavu.sparsity.selectors import Oracle, Predicted, Random, Selector, Static
+from dejavu.sparsity.selectors import Oracle, Predicted, Prompt, Random, Selector, Static, Tokens
+from dejavu.sparsity.training_free import Gate, LowRank, SignBits
 
 
 def make_scorer(loaded: LoadedModel, config: Config, bundle: Bundle | None) -> Scorer:
@@ -23,18 +33,49 @@ def make_scorer(loaded: LoadedModel, config: Config, bundle: Bundle | None) -> S
         make_budget(sparsity, loaded.anatomy),
         rule=sparsity.rule,
         tap=config.predictor.tap if bundle is None else bundle.config["tap"],
+        recall_tokens=config.evaluation.recall_tokens,
     )
     return Scorer(loaded, sparsifier, sparsity.positions, sparsity.fraction, config.batch_size)
 
 
 def make_selector(loaded: LoadedModel, config: Config, bundle: Bundle | None) -> Selector:
     """The selector named in the config. Raises DataError when it needs a bundle that does not fit the model."""
-    name = config.sparsity.selector
+    name, parts = config.sparsity.selector, loaded.anatomy
     if name == "oracle":
         return Oracle()
+    if name == "prompt":
+        return Prompt()
     if name == "random":
-        return Random(config.seed, {kind: loaded.anatomy.units(kind) for kind in ("mlp", "heads")})
+        return Random(config.seed, {kind: parts.units(kind) for kind in ("mlp", "heads")})
+    if name in NEURONS_ONLY:
+        norms = Contributions(parts)
+        if name == "svd":
+            return LowRank(parts, norms, config.predictor.rank or default_rank(parts.width))
+        return Gate(parts, norms) if name == "gate" else SignBits(parts, norms)
     if bundle is None:
         raise DataError(f"sparsity.selector={name} needs predictors=DIR")
-    bundle.check_fits(loaded.fingerprint, loaded.anatomy)
+    bundle.check_fits(loaded.fingerprint, parts)
     return Static(bundle) if name == "static" else Predicted(bundle, loaded.device)
+
+
+def calibrate_thresholds(scorer: Scorer, config: Config) -> None:
+    """Set every layer's threshold in one forward pass over text of the train split of `config.corpus`.
+
+    Raises DataError when that text is shorter than one block.
+    """
+    sparsifier, loaded = scorer.sparsifier, scorer.loaded
+    if sparsifier is None or sparsifier.rule != "threshold":
+        return
+    root = None if config.data_root is None else Path(config.data_root)
+    texts = [document.text for document in documents(config.corpus.name, "train", root, config.corpus)]
+    length = min(config.corpus.block, loaded.anatomy.context)
+    blocks_NT, _ = pack(encode_documents(texts, loaded.tokenizer, loaded.anatomy.separator), length)
+    blocks_NT = blocks_NT[: max(1, config.evaluation.calibration_tokens // length)]
+    if not len(blocks_NT):
+        raise DataError(f"corpus {config.corpus.name} is shorter than one block of {length} tokens: lower corpus.block")
+    tokens_BT = torch.from_numpy(blocks_NT.astype(np.int64)).to(loaded.device)
+    everything_N = torch.ones(tokens_BT.numel(), dtype=torch.bool, device=loaded.device)
+    numbers_N = torch.arange(tokens_BT.numel(), device=loaded.device)
+    with sparsifier.calibrating(), sparsifier.attached(), torch.inference_mode():
+        sparsifier.begin(Tokens(everything_N, numbers_N // length, numbers_N % length))
+        loaded.model.base_model(input_ids=tokens_BT, use_cache=False)

@@ -1,8 +1,8 @@
 """Tasks: from a config entry to samples, one row per document or question.
 
-`rolling` and `continuation` are lm-eval tasks over generated rows; `token_perplexity` is the pruning papers' protocol,
-which lm-eval does not have: rows joined by a blank line, tokenised once with one separator, non-overlapping blocks of
-the context length (at most 2,048), the tail dropped.
+`lm_eval` are lm-eval's own tasks; `rolling` and `continuation` are lm-eval tasks over generated rows;
+`token_perplexity` is the pruning papers' protocol, which lm-eval does not have: rows joined by a blank line, tokenised
+once with one separator, non-overlapping blocks of the context length (at most 2,048), the tail dropped.
 """
 
 from collections.abc import Sequence
@@ -21,23 +21,60 @@ from dejavu.corpora.sources import documents, rows
 from dejavu.errors import DataError
 from dejavu.evaluation.adapter import DejaVuLM
 from dejavu.evaluation.continuation import continuation_questions
+from dejavu.evaluation.official import official_task, sample_rows
+from dejavu.evaluation.official import scored_documents as official_documents
 from dejavu.evaluation.scoring import Request, Scorer
-from dejavu.schema import Corpus, Task
+from dejavu.schema import Config, Corpus, Task
 
 MAX_BLOCK = 2048
 
 
-def run_task(name: str, task: Task, limit: int | None, data_root: Path | None, scorer: Scorer) -> pd.DataFrame:
-    """Samples of one task: columns task, document, loglikelihood, tokens, bytes, words, correct."""
-    limit = min((bound for bound in (limit, task.limit) if bound is not None), default=None)
-    corpus = Corpus(name=task.corpus, hub=task.hub, hub_config=task.hub_config)
-    if task.kind == "token_perplexity":
-        samples = token_perplexity(rows(task.corpus, "test", data_root, corpus), limit, scorer)
+def run_task(name: str, task: Task, config: Config, scorer: Scorer) -> pd.DataFrame:
+    """Samples of one task: columns task, document and those that its metrics read."""
+    limit, root = task_limit(task, config.tasks.limit), data_folder(config)
+    if task.kind == "lm_eval":
+        official = official_task(task.corpus, root)
+        results = lm_eval_samples(official, limit, scorer, config.evaluation.stock_bos)
+        samples = list(sample_rows(official, results))
+    elif task.kind == "token_perplexity":
+        samples = token_perplexity(rows(task.corpus, "test", root, task_corpus(task)), limit, scorer)
     else:
-        held_out = documents(task.corpus, "test", data_root, corpus)
+        held_out = documents(task.corpus, "test", root, task_corpus(task))
         run = rolling if task.kind == "rolling" else continuation
         samples = run(name, task, held_out, limit, scorer)
     return pd.DataFrame(samples).assign(task=name)
+
+
+def scored_documents(task: Task, config: Config) -> list[Document]:
+    """The documents that a task scores, which no predictor may have been trained on."""
+    root = data_folder(config)
+    if task.kind == "lm_eval":
+        return official_documents(official_task(task.corpus, root), task_limit(task, config.tasks.limit))
+    return documents(task.corpus, "test", root, task_corpus(task))
+
+
+def note(task: Task, config: Config, count: int) -> str | None:
+    """What a reader of a task's row must know to compare it with published numbers."""
+    if task.kind == "token_perplexity" and task.corpus == "c4":
+        return f"C4: {count:,} documents of this workbench's own, not the published sample"
+    if task.kind == "lm_eval" and config.evaluation.stock_bos:
+        return "evaluation.stock_bos=true: prefix token as in stock lm-eval"
+    return None
+
+
+def task_limit(task: Task, limit: int | None) -> int | None:
+    """The smaller of a task's own limit and the one for all."""
+    return min((bound for bound in (limit, task.limit) if bound is not None), default=None)
+
+
+def task_corpus(task: Task) -> Corpus:
+    """The corpus that a task reads."""
+    return Corpus(name=task.corpus, hub=task.hub, hub_config=task.hub_config)
+
+
+def data_folder(config: Config) -> Path | None:
+    """`data_root` as a path."""
+    return None if config.data_root is None else Path(config.data_root)
 
 
 def rolling(
@@ -117,7 +154,16 @@ def evaluate_rows(
             **config,
         }
     )
-    results = evaluate(DejaVuLM(scorer), {name: task}, bootstrap_iters=0, log_samples=True)
+    return lm_eval_samples(task, None, scorer)
+
+
+def lm_eval_samples(
+    task: ConfigurableTask, limit: int | None, scorer: Scorer, stock_bos: bool = False
+) -> list[dict[str, Any]]:
+    """Run a task through lm-eval; its samples in the order of its rows."""
+    name = str(task.config.task)
+    language_model = DejaVuLM(scorer, stock_bos)
+    results = evaluate(language_model, {name: task}, limit=limit, bootstrap_iters=0, log_samples=True)
     return sorted(results["samples"][name], key=lambda sample: sample["doc_id"])
 
 
@@ -129,7 +175,7 @@ def token_perplexity(texts: Sequence[str], limit: int | None, scorer: Scorer) ->
     blocks = [ids[start : start + length].tolist() for start in range(0, len(ids) - length + 1, length)][:limit]
     if not blocks:
         raise DataError(f"the text has {len(ids)} tokens, fewer than one block of {length}: use more text")
-    scored = scorer.score([Request(block[:1], block[1:]) for block in blocks])
+    scored = scorer.score([Request(block[:1], block[1:], window=True) for block in blocks])
     return [
         {
             "document": f"block-{number:05d}",

@@ -3,9 +3,10 @@
 All that records, masks or decodes works on the four points of a `Block` and never asks which family it is.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -16,12 +17,17 @@ class Block:
     attention_output  W_o; its input holds the outputs of all heads side by side, (..., heads * head_dim)
     mlp_norm          m_l, the tensor the MLP half adds back, is its input (pre-norm) or its output (post-norm)
     mlp_output        W2 (fc2, down_proj); its input holds a_j, the values that multiply its columns, (..., neurons)
+
+    mlp_input (fc1, gate_proj) is what the activation is applied to, mlp_up what a gated MLP multiplies it with.
     """
 
     layer: nn.Module
     attention_output: nn.Linear
     mlp_norm: nn.Module
     mlp_output: nn.Linear
+    mlp_input: nn.Linear
+    mlp_up: nn.Linear | None
+    activation: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,13 @@ class Anatomy:
     @property
     def layers(self) -> int:
         return len(self.blocks)
+
+    def mlp_reads(self, layer: int, middle_ND: Tensor) -> Tensor:
+        """What the MLP's first projection reads, from m_l: normalised in pre-norm models, m_l itself in post-norm."""
+        if self.post_norm:
+            return middle_ND
+        normalised_ND: Tensor = self.blocks[layer].mlp_norm(middle_ND)
+        return normalised_ND
 
     def units(self, kind: str) -> int:
         """How many units of a kind ("mlp" or "heads") one layer has."""

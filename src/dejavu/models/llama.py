@@ -14,6 +14,9 @@ def anatomy(model: Any) -> Anatomy:
             attention_output=layer.self_attn.o_proj,
             mlp_norm=layer.post_attention_layernorm,
             mlp_output=layer.mlp.down_proj,
+            mlp_input=layer.mlp.gate_proj,
+            mlp_up=layer.mlp.up_proj,
+            activation=layer.mlp.act_fn,
         )
         for layer in model.model.layers
     )

@@ -1,5 +1,6 @@
 """From a model config to a causal LM with its tokenizer, on the right device, whole or not at all."""
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from dejavu.errors import ConfigError, DataError
 from dejavu.models import EMBEDDED
 from dejavu.models.anatomy import Anatomy
 from dejavu.models.families import anatomy
+from dejavu.models.packaged import converted
 from dejavu.schema import Config
 
 FINGERPRINT_ELEMENTS = 64
@@ -58,7 +60,18 @@ def load_model(config: Config) -> LoadedModel:
         source = model_source(config)
         model, tokenizer = pretrained_model(source, dtype), AutoTokenizer.from_pretrained(source)
     model.to(device).eval().requires_grad_(False)
-    return LoadedModel(config.model.name, model, tokenizer, anatomy(model))
+    return LoadedModel(config.model.name, model, tokenizer, with_separator(anatomy(model), config, tokenizer))
+
+
+def with_separator(parts: Anatomy, config: Config, tokenizer: Any) -> Anatomy:
+    """The anatomy with the document separator that the config names, else with its family's."""
+    token = config.model.separator
+    if token is None or tokenizer is None:
+        return parts
+    number = tokenizer.get_vocab().get(token)
+    if number is None:
+        raise ConfigError(f"model.separator={token} is no token of {config.model.name}: choose one, or null")
+    return dataclasses.replace(parts, separator=number)
 
 
 def model_source(config: Config) -> str:
@@ -68,6 +81,8 @@ def model_source(config: Config) -> str:
         if not (Path(model.path) / "config.json").is_file():
             raise DataError(f"model.path={model.path} has no config.json: give a folder in transformers' own form")
         return model.path
+    if model.package is not None and model.gguf is not None:
+        return str(converted(model.package, model.gguf, from_gguf))
     if model.hub is not None:
         return model.hub
     if (EMBEDDED / model.name / "config.json").is_file():
@@ -92,6 +107,21 @@ def pretrained_model(source: str, dtype: torch.dtype) -> Any:
             f"the weights at {source} do not fill the model ({what}): get a complete copy of the checkpoint"
         )
     return model
+
+
+def from_gguf(source: Path, folder: Path) -> None:
+    """Convert a GGUF file of any supported family to float32 safetensors with config and tokenizer in `folder`.
+
+    transformers marks what it read as quantised and refuses to save it: the weights move to a model without the mark.
+    """
+    with quiet_transformers():
+        read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        del read.config.quantization_config
+        model = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
+        model.load_state_dict(read.state_dict())
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def random_model(architecture: dict[str, Any], seed: int, dtype: torch.dtype) -> Any:

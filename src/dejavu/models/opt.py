@@ -18,6 +18,9 @@ def anatomy(model: Any) -> Anatomy:
             # Post-norm: the MLP reads and adds back what the norm after attention gives out.
             mlp_norm=layer.final_layer_norm if config.do_layer_norm_before else layer.self_attn_layer_norm,
             mlp_output=layer.fc2,
+            mlp_input=layer.fc1,
+            mlp_up=None,
+            activation=layer.activation_fn,
         )
         for layer in model.model.decoder.layers
     )

@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import OPTConfig, OPTForCausalLM
 
+from dejavu.pretraining.muon import Muon
+
 
 def new_opt(
     vocabulary: int, hidden: int, layers: int, heads: int, ffn: int, positions: int, seed: int
@@ -35,7 +37,7 @@ def next_token_loss(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
 
 
 class CausalLM(pl.LightningModule):
-    """AdamW with linear warm-up and a cosine down to a tenth; biases, norms and embeddings are not decayed."""
+    """Muon with linear warm-up and a cosine down to a fiftieth; biases, norms and embeddings are not decayed."""
 
     def __init__(
         self, model: OPTForCausalLM, learning_rate: float, weight_decay: float, warmup_steps: int, max_steps: int
@@ -64,12 +66,11 @@ class CausalLM(pl.LightningModule):
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         progress = (step - self.warmup_steps) / max(1, self.max_steps - self.warmup_steps)
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return 0.02 + 0.49 * (1 + math.cos(math.pi * min(1.0, progress)))
 
     def configure_optimizers(self) -> dict:
-        decayed = [p for name, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in name]
+        matrices = [p for name, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in name]
         others = [p for name, p in self.model.named_parameters() if p.ndim != 2 or "embed" in name]
-        groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=(0.9, 0.95), fused=True)
+        optimizer = Muon(matrices, others, self.learning_rate, self.weight_decay)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -1,9 +1,12 @@
-"""What really ran sparse: the densities that stand beside every quality number."""
+"""What really ran sparse, and how good the choice was: what stands beside every quality number."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from dejavu.models.anatomy import KINDS, Anatomy
+from dejavu.models.topk import top_k_mask
 
 
 class Density:
@@ -33,3 +36,55 @@ class Density:
         """`mlp_density` and `head_density`: means over all layers."""
         names = {"mlp": "mlp_density", "heads": "head_density"}
         return {names[kind]: sum(self.per_layer(kind)) / self.anatomy.layers for kind in KINDS}
+
+
+class Recall:
+    """How much of what the oracle would take a choice takes, over the first `limit` tokens that ran sparse.
+
+    On the stream at hand, as the oracle itself works. Two measures per layer, both means over tokens: the share of the
+    sum of c (recall of mass), and the share of the oracle's set of the same size (recall). A token without active
+    units, or for which nothing is chosen, counts 1.
+    """
+
+    def __init__(self, anatomy: Anatomy, limit: int) -> None:
+        self.anatomy, self.limit = anatomy, limit
+        self.tokens = 0
+        self._rows_N: Tensor | None = None
+        self._sums: dict[tuple[str, int], Tensor] = {}
+
+    def begin(self, sparse_N: Tensor) -> None:
+        """Announce a forward pass: its first sparse tokens are measured until the limit is reached."""
+        rows_N = torch.nonzero(sparse_N)[: self.limit - self.tokens, 0]
+        self._rows_N = rows_N if len(rows_N) else None
+        self.tokens += len(rows_N)
+
+    def add(self, kind: str, layer: int, mask_NU: Tensor, contributions: Callable[[], Tensor]) -> None:
+        """Add what was chosen in a layer."""
+        if self._rows_N is None:
+            return
+        mask_NU, c_NU = mask_NU[self._rows_N], contributions()[self._rows_N]
+        total_N = c_NU.sum(-1)
+        mass_N = torch.where(total_N > 0, c_NU.masked_fill(~mask_NU, 0).sum(-1) / total_N, 1.0)
+        count_N = mask_NU.sum(-1)
+        shared_N = (mask_NU & best_of_same_size(c_NU, count_N)).sum(-1)
+        recall_N = torch.where(count_N > 0, shared_N / count_N, 1.0)
+        sums = torch.stack([mass_N.double().sum(), recall_N.double().sum()])
+        self._sums[kind, layer] = self._sums.get((kind, layer), torch.zeros_like(sums)) + sums
+
+    def per_layer(self, kind: str) -> dict[str, list[float | None]]:
+        """`recall_of_mass` and `recall` of each layer; None for a layer where nothing was chosen."""
+        found = [self._sums.get((kind, layer)) for layer in range(self.anatomy.layers)]
+        names = ("recall_of_mass", "recall")
+        return {
+            name: [None if sums is None else float(sums[number]) / self.tokens for sums in found]
+            for number, name in enumerate(names)
+        }
+
+
+def best_of_same_size(c_NU: Tensor, count_N: Tensor) -> Tensor:
+    """True at the `count` largest of each row, ties to the lower index; bool (N, U)."""
+    if bool((count_N == count_N[0]).all()):
+        return top_k_mask(c_NU, int(count_N[0]))
+    order_NU = c_NU.sort(dim=-1, descending=True, stable=True).indices
+    places = torch.arange(c_NU.shape[1], device=c_NU.device).expand_as(order_NU)
+    return torch.empty_like(order_NU).scatter_(1, order_NU, places) < count_N[:, None]

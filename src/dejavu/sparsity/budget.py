@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from dejavu.errors import ConfigError
 from dejavu.models.anatomy import Anatomy
 from dejavu.models.topk import kept
-from dejavu.schema import Sparsity
+from dejavu.schema import NEURONS_ONLY, Sparsity
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,15 @@ class Budget:
 
 
 def requested_ratios(sparsity: Sparsity) -> tuple[float, float]:
-    """(mlp, heads) fractions NOT computed, per-layer lists aside: `ratio` fills both, `part` leaves the other whole."""
+    """(mlp, heads) fractions NOT computed, per-layer lists aside: `ratio` fills both, `part` leaves the other whole.
+
+    Selectors that know neurons only leave heads whole.
+    """
     mlp, heads = (sparsity.mlp, sparsity.heads) if sparsity.ratio is None else (sparsity.ratio, sparsity.ratio)
     if sparsity.selector == "dense":
         return 0.0, 0.0
+    if sparsity.selector in NEURONS_ONLY:
+        heads = 0.0
     return (0.0 if sparsity.part == "heads" else mlp), (0.0 if sparsity.part == "mlp" else heads)
 
 
@@ -33,9 +38,10 @@ def make_budget(sparsity: Sparsity, anatomy: Anatomy) -> Budget:
         return Budget((anatomy.neurons,) * anatomy.layers, (anatomy.heads,) * anatomy.layers)
     dense = {layer_number(place, anatomy.layers) for place in sparsity.dense_layers}
     mlp, heads = requested_ratios(sparsity)
+    heads_layers = None if sparsity.selector in NEURONS_ONLY else sparsity.heads_layers
     return Budget(
         _counts(mlp, sparsity.mlp_layers, "mlp_layers", anatomy.neurons, anatomy.layers, dense),
-        _counts(heads, sparsity.heads_layers, "heads_layers", anatomy.heads, anatomy.layers, dense),
+        _counts(heads, heads_layers, "heads_layers", anatomy.heads, anatomy.layers, dense),
     )
 
 

@@ -13,12 +13,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from dejavu.errors import DataError
 from dejavu.models.anatomy import Anatomy
 from dejavu.models.contribution import Contributions
 from dejavu.models.observe import Observer, observed
 from dejavu.models.taps import TapSource, tap_source
 from dejavu.models.topk import top_k_mask
-from dejavu.sparsity.accounting import Density
+from dejavu.sparsity.accounting import Density, Recall
 from dejavu.sparsity.budget import Budget
 from dejavu.sparsity.selectors import Choice, Selector, Tokens
 
@@ -27,7 +28,11 @@ class Sparsifier(Observer):
     """Chooses units at every layer of a forward pass and leaves the others out.
 
     Use: `with sparsifier.attached(): sparsifier.begin(tokens); model(...)`. `record=True` keeps the masks of the last
-    pass in `masks`; `force=True` sends layers that keep everything through the sparse path too (for tests).
+    pass in `masks`; `force=True` sends layers that keep everything through the sparse path too (for tests);
+    `recall_tokens` is the number of tokens, from the first, over which recall is measured.
+
+    `rule=threshold` needs thresholds: a forward pass within `calibrating()` sets each layer's, in turn and on the
+    already sparsified stream, so that just the budget's share of that pass is above it.
     """
 
     def __init__(
@@ -40,11 +45,16 @@ class Sparsifier(Observer):
         tap: str = "overlap",
         force: bool = False,
         record: bool = False,
+        recall_tokens: int = 0,
     ) -> None:
         self.anatomy, self.selector, self.budget = anatomy, selector, budget
-        self.rule, self.tap, self.force = rule, tap, force
+        self.rule, self.force = rule, force
+        self.tap = tap if selector is None or selector.own_tap is None else selector.own_tap
         self.contributions = Contributions(anatomy)
         self.density = Density(anatomy)
+        self.recall = Recall(anatomy, recall_tokens)
+        self.thresholds: dict[tuple[str, int], float] = {}
+        self._calibrating = False
         self.masks: dict[tuple[str, int], Tensor] | None = {} if record else None
         self._taps: dict[TapSource, Tensor] = {}
         self._tokens: Tokens | None = None
@@ -58,6 +68,23 @@ class Sparsifier(Observer):
         with observed(self.anatomy, self):
             yield self
         self._taps.clear()
+
+    @contextmanager
+    def calibrating(self) -> Iterator["Sparsifier"]:
+        """A forward pass within sets the thresholds; what it uses counts in nothing."""
+        density, recall = self.density, self.recall
+        self.density, self.recall = Density(self.anatomy), Recall(self.anatomy, 0)
+        self._calibrating = True
+        try:
+            yield self
+        finally:
+            self._calibrating = False
+            self.density, self.recall = density, recall
+
+    @property
+    def reads_context(self) -> bool:
+        """Whether units are chosen from the context of a text, which has to run whole for it."""
+        return self.selector is not None and self.selector.reads_context
 
     @property
     def touches_anything(self) -> bool:
@@ -74,7 +101,9 @@ class Sparsifier(Observer):
     def begin(self, tokens: Tokens) -> None:
         """Announce the tokens of the next forward pass."""
         self._tokens = tokens
-        self.density.add_positions(int(tokens.sparse_N.sum()) if self.touches_anything else 0)
+        if self.touches_anything:
+            self.density.add_positions(int(tokens.sparse_N.sum()))
+            self.recall.begin(tokens.sparse_N)
 
     def residual(self, layer: int, residual_ND: Tensor) -> None:
         self._keep_tap(TapSource("residual", layer), residual_ND)
@@ -86,29 +115,54 @@ class Sparsifier(Observer):
         if not self.is_sparse("heads", layer):
             return None
         heads_NHK = heads_NE.unflatten(1, (self.anatomy.heads, self.anatomy.head_dim))
-        if self.rule == "nonzero":
-            mask_NH = heads_NHK.ne(0).any(-1)
-        else:
-            mask_NH = self._choose("heads", layer, lambda: self.contributions.of_heads(layer, heads_NHK))
-        mask_NH = self._count("heads", layer, mask_NH)
+
+        def contributions() -> Tensor:
+            return self.contributions.of_heads(layer, heads_NHK)
+
+        mask_NH = heads_NHK.ne(0).any(-1) if self.rule == "nonzero" else self._choose("heads", layer, contributions)
+        mask_NH = self._count("heads", layer, mask_NH, contributions)
         return heads_NHK.masked_fill(~mask_NH[..., None], 0).flatten(1)
 
     def neurons(self, layer: int, activations_NF: Tensor) -> Tensor | None:
         if not self.is_sparse("mlp", layer):
             return None
-        if self.rule == "nonzero":
-            mask_NF = activations_NF.ne(0)
-        else:
-            mask_NF = self._choose("mlp", layer, lambda: self.contributions.of_neurons(layer, activations_NF))
-        return activations_NF.masked_fill(~self._count("mlp", layer, mask_NF), 0)
+
+        def contributions() -> Tensor:
+            return self.contributions.of_neurons(layer, activations_NF)
+
+        mask_NF = activations_NF.ne(0) if self.rule == "nonzero" else self._choose("mlp", layer, contributions)
+        return activations_NF.masked_fill(~self._count("mlp", layer, mask_NF, contributions), 0)
 
     def _choose(self, kind: str, layer: int, contributions: Callable[[], Tensor]) -> Tensor:
         assert self.selector is not None and self._tokens is not None, "begin(tokens) comes before every forward pass"
         tap_ND = self._taps[tap_source(self.tap, kind, layer)] if self.selector.reads_tap else None
-        scores = self.selector.scores(Choice(kind, layer, tap_ND, contributions, self._tokens))
-        return top_k_mask(torch.atleast_2d(scores), self.budget.of(kind)[layer])
+        scores = torch.atleast_2d(self.selector.scores(Choice(kind, layer, tap_ND, contributions, self._tokens)))
+        try:
+            if self.rule == "threshold":
+                return self._above_threshold(kind, layer, scores)
+            return top_k_mask(scores, self.budget.of(kind)[layer])
+        except FloatingPointError as error:
+            unit = "neurons" if kind == "mlp" else "heads"
+            raise DataError(
+                f"choosing {unit} in layer {layer} with selector {self.selector.name}: {error}; use dtype=float32, or "
+                "check the weights and predictors"
+            ) from error
 
-    def _count(self, kind: str, layer: int, mask_NU: Tensor) -> Tensor:
+    def _above_threshold(self, kind: str, layer: int, scores_NU: Tensor) -> Tensor:
+        if bool(scores_NU.amax().isnan()):
+            raise FloatingPointError(f"the scores of {len(scores_NU)} tokens hold NaN: they give no order")
+        if self._calibrating:
+            assert self._tokens is not None
+            pool = scores_NU[self._tokens.sparse_N].flatten()
+            share = self.budget.of(kind)[layer] / self.anatomy.units(kind)
+            wanted = min(max(round(share * pool.numel()), 1), pool.numel())
+            cut = pool.kthvalue(pool.numel() - wanted + 1).values
+            if int((pool >= cut).sum()) > wanted:  # most scores of ReLU neurons are 0: none of them, not all of them
+                cut = torch.nextafter(cut, torch.full_like(cut, torch.inf))
+            self.thresholds[kind, layer] = float(cut)
+        return scores_NU >= self.thresholds[kind, layer]
+
+    def _count(self, kind: str, layer: int, mask_NU: Tensor, contributions: Callable[[], Tensor]) -> Tensor:
         """Book what was used and widen the mask to everything for tokens that do not run sparse."""
         assert self._tokens is not None
         sparse_N = self._tokens.sparse_N
@@ -116,6 +170,7 @@ class Sparsifier(Observer):
         if self.masks is not None:
             self.masks[kind, layer] = mask_NU
         self.density.add_used(kind, layer, (mask_NU & sparse_N[:, None]).sum())
+        self.recall.add(kind, layer, mask_NU, contributions)
         return mask_NU if bool(sparse_N.all()) else mask_NU | ~sparse_N[:, None]
 
     def _keep_tap(self, source: TapSource, tensor: Tensor) -> None:

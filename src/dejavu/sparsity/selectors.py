@@ -26,6 +26,8 @@ class Tokens:
     sparse_N: Tensor  # bool; False: computed whole (padding, positions outside sparsity.positions)
     document_N: Tensor  # int64, any number that tells the scored texts apart
     position_N: Tensor  # int64, position within the text
+    context_N: Tensor | None = None  # bool, what comes before the sparse positions of the same text
+    row_N: Tensor | None = None  # int64, which text of the batch a token is of
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Selector(ABC):
 
     name: str
     reads_tap = False
+    reads_context = False  # chooses from the context of a text, which then runs whole
+    own_tap: str | None = None  # the tap it reads whatever `predictor.tap` says
 
     @abstractmethod
     def scores(self, choice: Choice) -> Tensor:
@@ -86,6 +90,21 @@ class Static(Selector):
 
     def scores(self, choice: Choice) -> Tensor:
         return self.bundle.mean_contribution(choice.kind, choice.layer).to(choice.tokens.sparse_N.device)
+
+
+class Prompt(Selector):
+    """Chosen once for a text, by the sum of c over its context (GRIFFIN's idea; Dong et al., 2024)."""
+
+    name = "prompt"
+    reads_context = True
+
+    def scores(self, choice: Choice) -> Tensor:
+        row_N, context_N = choice.tokens.row_N, choice.tokens.context_N
+        assert row_N is not None and context_N is not None
+        contributions_NU = choice.contributions()
+        sums_BU = contributions_NU.new_zeros(int(row_N.max()) + 1, contributions_NU.shape[1])
+        sums_BU.index_add_(0, row_N[context_N], contributions_NU[context_N])
+        return sums_BU[row_N]
 
 
 class Predicted(Selector):

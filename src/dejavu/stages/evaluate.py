@@ -2,23 +2,24 @@
 
 import hashlib
 import json
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from dejavu.corpora.documents import corpus_hash
-from dejavu.corpora.sources import documents
+from dejavu.analysis.heatmaps import layer_heat_map
+from dejavu.corpora.documents import Document, corpus_hash
 from dejavu.errors import DataError
-from dejavu.evaluation.metrics import measure, paired
+from dejavu.evaluation.metrics import measure, metric_names, paired
 from dejavu.evaluation.scoring import Scorer
-from dejavu.evaluation.sparsified import make_scorer
-from dejavu.evaluation.tasks import run_task
+from dejavu.evaluation.sparsified import calibrate_thresholds, make_scorer
+from dejavu.evaluation.tasks import note, run_task, scored_documents
 from dejavu.models.load import LoadedModel, load_model
 from dejavu.models.memory import keep_freed_memory
 from dejavu.predictors.bundle import Bundle, load_bundle
-from dejavu.schema import Config, Corpus, Task
+from dejavu.schema import Config, Task
 from dejavu.sparsity.budget import requested_ratios
 from dejavu.tracking.files import by_rename
 from dejavu.tracking.run import Run, versions
@@ -32,8 +33,11 @@ def run(run: Run, loaded: LoadedModel | None = None) -> None:
     if loaded.tokenizer is None:
         raise DataError(f"{loaded.name} has random weights: its quality is meaningless, so evaluate refuses it")
     bundle = None if run.inputs["bundle"] is None else load_bundle(Path(str(config.predictors)))
-    hashes = {name: refuse_training_text(name, task, config, bundle) for name, task in config.tasks.run.items()}
+    scored = {name: scored_documents(task, config) for name, task in config.tasks.run.items()}
+    for name, texts in scored.items():
+        refuse_training_text(name, texts, config, bundle)
     scorer = make_scorer(loaded, config, bundle)
+    calibrate_thresholds(scorer, config)
     samples = score_tasks(scorer, config)
     measured = measured_sparsity(scorer, config)
     dense = samples if config.sparsity.selector == "dense" else None
@@ -46,22 +50,26 @@ def run(run: Run, loaded: LoadedModel | None = None) -> None:
             "selector": config.sparsity.selector,
             "requested": {"mlp": mlp, "heads": heads},
             "measured": measured,
+            # What `prompt` chooses from runs whole, whatever the config says.
+            "positions": "decode" if config.sparsity.selector == "prompt" else config.sparsity.positions,
         },
-        "predictor": None if bundle is None else {"rank": bundle.config["rank"], "tap": bundle.config["tap"]},
-        "corpora": hashes,
-        "metrics": {name: metrics_of(samples, dense, name, task) for name, task in config.tasks.run.items()},
+        "predictor": reads(scorer, bundle),
+        "corpora": {name: corpus_hash(texts) for name, texts in scored.items()},
+        "metrics": {
+            name: metrics_of(samples, dense, name, task, note(task, config, len(scored[name])))
+            for name, task in config.tasks.run.items()
+        },
     }
+    run.wandb.table("samples", samples.groupby("task", sort=False).head(config.evaluation.samples))
+    if scorer.sparsifier is not None and scorer.sparsifier.touches_anything:
+        run.wandb.image("layers", layer_heat_map(measured, run.folder / "layers.png"))
     run.say(summary(run.record))
 
 
 def score_tasks(scorer: Scorer, config: Config) -> pd.DataFrame:
     """Samples of all tasks, in the order of the config."""
-    root = None if config.data_root is None else Path(config.data_root)
-    if scorer.sparsifier is None:
-        parts = [run_task(name, task, config.tasks.limit, root, scorer) for name, task in config.tasks.run.items()]
-    else:
-        with scorer.sparsifier.attached():
-            parts = [run_task(name, task, config.tasks.limit, root, scorer) for name, task in config.tasks.run.items()]
+    with nullcontext() if scorer.sparsifier is None else scorer.sparsifier.attached():
+        parts = [run_task(name, task, config, scorer) for name, task in config.tasks.run.items()]
     return pd.concat(parts, ignore_index=True)
 
 
@@ -75,18 +83,32 @@ def measured_sparsity(scorer: Scorer, config: Config) -> dict[str, Any]:
             f"sparsity.positions={config.sparsity.positions} leaves no scored token sparse, so the result would be the "
             "dense model's: choose another value"
         )
-    density = scorer.sparsifier.density
-    per_layer = {
-        "mlp_density_per_layer": density.per_layer("mlp"),
-        "head_density_per_layer": density.per_layer("heads"),
-    }
-    return {**density.measured(), "sparse_token_share": share, **per_layer}
+    sparsifier = scorer.sparsifier
+    measured: dict[str, Any] = {**sparsifier.density.measured(), "sparse_token_share": share}
+    for kind, name in (("mlp", "mlp"), ("heads", "head")):
+        measured[f"{name}_density_per_layer"] = sparsifier.density.per_layer(kind)
+        for quantity, values in sparsifier.recall.per_layer(kind).items():
+            measured[f"{name}_{quantity}_per_layer"] = values
+    if sparsifier.thresholds:
+        measured["thresholds"] = {f"{kind}.{layer}": value for (kind, layer), value in sparsifier.thresholds.items()}
+    return measured
+
+
+def reads(scorer: Scorer, bundle: Bundle | None) -> dict[str, Any] | None:
+    """{rank, tap} of what the selector computes from, where it computes from a tap at all."""
+    if bundle is not None:
+        return {"rank": bundle.config["rank"], "tap": bundle.config["tap"]}
+    selector = None if scorer.sparsifier is None else scorer.sparsifier.selector
+    if selector is None or selector.own_tap is None:
+        return None
+    return {"rank": getattr(selector, "rank", None), "tap": selector.own_tap}
 
 
 def dense_reference(loaded: LoadedModel, config: Config, samples: pd.DataFrame | None) -> pd.DataFrame:
     """The dense model's samples on the same tasks, kept under `runs/references` so that they are scored once."""
     tasks = {name: asdict(task) for name, task in config.tasks.run.items()}
-    key = [loaded.fingerprint, config.dtype, config.tasks.limit, config.data_root, tasks, versions()]
+    stock_bos = config.evaluation.stock_bos
+    key = [loaded.fingerprint, config.dtype, config.tasks.limit, config.data_root, stock_bos, tasks, versions()]
     folder = Path(config.runs) / "references"
     path = folder / f"{loaded.name}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]}.parquet"
     if samples is None and path.exists():
@@ -96,24 +118,25 @@ def dense_reference(loaded: LoadedModel, config: Config, samples: pd.DataFrame |
     return dense
 
 
-def refuse_training_text(name: str, task: Task, config: Config, bundle: Bundle | None) -> str:
-    """The hash of a task's corpus. Raises DataError when the bundle's predictors were trained on a document of it."""
-    root = None if config.data_root is None else Path(config.data_root)
-    scored = documents(task.corpus, "test", root, Corpus(name=task.corpus, hub=task.hub, hub_config=task.hub_config))
-    seen = set() if bundle is None else set(bundle.config["document_hashes"]) & {document.hash for document in scored}
+def refuse_training_text(name: str, texts: list[Document], config: Config, bundle: Bundle | None) -> None:
+    """Raise DataError when the bundle's predictors were trained on a document that the task scores."""
+    seen = set() if bundle is None else set(bundle.config["document_hashes"]) & {document.hash for document in texts}
     if seen:
         raise DataError(
             f"task {name} scores {len(seen)} documents that the predictors at {config.predictors} were trained on "
             f"(first: {min(seen)}): collect from the train split and train again"
         )
-    return corpus_hash(scored)
 
 
-def metrics_of(samples: pd.DataFrame, dense: pd.DataFrame, name: str, task: Task) -> dict[str, dict[str, Any]]:
-    """Value, standard error and n of each metric, and the paired difference to dense."""
+def metrics_of(
+    samples: pd.DataFrame, dense: pd.DataFrame, name: str, task: Task, remark: str | None
+) -> dict[str, dict[str, Any]]:
+    """Value, standard error and n of each metric, the paired difference to dense, and a note where there is one."""
     rows, base = samples[samples["task"] == name], dense[dense["task"] == name]
-    differences = paired(rows, base, task.kind)
-    return {metric: entry | differences[metric] for metric, entry in measure(rows, task.kind).items()}
+    names = metric_names(task.kind, task.metrics)
+    differences = paired(rows, base, names)
+    extra = {} if remark is None else {"note": remark}
+    return {metric: entry | differences[metric] | extra for metric, entry in measure(rows, names).items()}
 
 
 def summary(record: dict[str, Any]) -> str:

@@ -4,8 +4,9 @@ import logging
 from pathlib import Path
 
 from dejavu.activations.manifest import cache_id, read_manifest
-from dejavu.corpora.available import check_available
+from dejavu.corpora.available import check_available, check_benchmark
 from dejavu.errors import ConfigError, DataError
+from dejavu.models.packaged import packaged_file
 from dejavu.predictors.manifest import bundle_id, read_bundle_config
 from dejavu.schema import Config
 
@@ -31,7 +32,15 @@ def check_data(stage: str, config: Config) -> None:
                 "tasks has nothing to score: choose tasks=embedded or a list such as tasks=[pydocs_token]"
             )
         for task in config.tasks.run.values():
-            check_available(task.corpus, "test", root, task.hub)
+            if task.kind == "lm_eval":
+                check_benchmark(task.corpus, root)
+            else:
+                check_available(task.corpus, "test", root, task.hub)
+    if stage == "evaluate" and config.sparsity.rule == "threshold" and config.sparsity.selector != "dense":
+        check_available(config.corpus.name, "train", root, config.corpus.hub)
+    model = config.model
+    if stage in ("collect", "evaluate", "pipeline") and model.path is None and model.package and model.gguf:
+        packaged_file(model.package, model.gguf)
 
 
 def resolve_inputs(stage: str, config: Config) -> dict[str, str | None]:

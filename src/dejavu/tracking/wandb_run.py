@@ -3,9 +3,12 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dejavu.schema import Tracking
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 class WandbRun:
@@ -25,6 +28,13 @@ class WandbRun:
             import wandb
 
             self.run.log({name: wandb.Image(str(path))})
+
+    def table(self, name: str, rows: "pd.DataFrame") -> None:
+        """Log a table, each value in a type that W&B shows."""
+        if self.run is not None:
+            import wandb
+
+            self.run.log({name: wandb.Table(dataframe=rows)})
 
     def close(self, record: Mapping[str, Any]) -> None:
         """Log the record's metrics and finish: exit code 0 only for status `ok`."""

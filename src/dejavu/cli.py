@@ -74,8 +74,11 @@ def run_app(stage: str) -> int:
     )
     name = stage if (CONF / f"{stage}.yaml").exists() else "config"
     failures: list[str] = []
+    sweeps: set[str] = set()
 
     def task(composed: DictConfig) -> str | None:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            sweeps.add(str(composed.run_dir or f"{composed.runs}/sweep/{stage}"))
         # Not raised into Hydra, which would add lines of its own and, in a sweep, report the first failure only.
         try:
             return job(stage, composed)
@@ -92,7 +95,18 @@ def run_app(stage: str) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    if stage == "evaluate":
+        show_sweeps(sweeps)
     return 1 if failures else 0
+
+
+def show_sweeps(roots: set[str]) -> None:
+    """Table and pictures of the evaluations in each sweep's folder; a sweep of which nothing finished has none."""
+    for root in sorted(roots):
+        try:
+            importlib.import_module("dejavu.analysis.leaderboard").leaderboard(root)
+        except DejavuError as error:
+            log.error("dejavu evaluate: %s", error)
 
 
 def job(stage: str, composed: DictConfig) -> str:
@@ -102,6 +116,10 @@ def job(stage: str, composed: DictConfig) -> str:
         config.model.name += "-random"
     if config.model.path is not None:
         config.model.name = Path(config.model.path).resolve().name
+    if stage == "doctor":  # a question, not a run: it leaves no folder and is never skipped
+        if importlib.import_module("dejavu.stages.doctor").diagnose(config):
+            raise RunFailed("something that the config needs is missing")
+        return ""
     multirun = HydraConfig.get().mode == RunMode.MULTIRUN
     overrides = list(HydraConfig.get().overrides.task) if multirun else []
     if multirun:

@@ -169,6 +169,7 @@ class Config:
     runs: str = "runs"
     run_dir: str | None = None
     force: bool = False
+    fetch: bool = False
 
 
 def from_config(config: DictConfig) -> Config:

@@ -1,5 +1,6 @@
 """Figures of the long table, drawn without pyplot's global state and written as PNG and SVG."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,20 @@ from dejavu.tracking.files import by_rename
 DPI = 150
 WIDTH, HEIGHT = 6.0, 3.0  # inches of one row of panels: 900 x 450 pixels
 LOG_RANGE = 5  # perplexities that span more than this factor get a logarithmic axis
-CHANCE = {"continuation_choice": 0.25, "winogrande": 0.5, "openbookqa": 0.25}
+CHANCE = {
+    "continuation_choice": 0.25,
+    "winogrande": 0.5,
+    "openbookqa": 0.25,
+    "piqa": 0.5,
+    "copa": 0.5,
+    "rte": 0.5,
+}
 GREY = "#5f5f5f"
 # Okabe and Ito's colours, told apart under every common colour blindness; the marker says the same once more.
 STYLES = {
     "oracle": ("#0072B2", "o"),
     "predictor": ("#D55E00", "s"),
+    "gate": ("#000000", ">"),
     "svd": ("#E69F00", "v"),
     "sign": ("#56B4E9", "<"),
     "prompt": ("#F0E442", "P"),
@@ -56,12 +65,27 @@ def sparsity_vs_quality(table: pd.DataFrame, path: Path | str) -> Path:
     Writes `path` (PNG, 900 pixels wide at two panels a row) and an SVG beside it. Raises DataError when the table
     holds nothing to draw, several models, or several runs for one point of a curve.
     """
+    diagonal = table[table["mlp"] == table["heads"]]
+    return curves(diagonal.assign(x=diagonal["mlp"]), "heads and neurons skipped", path)
+
+
+def density_vs_quality(table: pd.DataFrame, density: Mapping[str, float], path: Path | str) -> Path:
+    """Quality against the share of the body's weights that were measured as skipped: selectors at equal cost.
+
+    `density` maps a row's `run` to its `body_density`. Writes and raises as `sparsity_vs_quality`.
+    """
+    skipped = 1 - table["run"].map(dict(density)).astype(float)
+    return curves(table.assign(x=skipped), "weights of heads and neurons skipped", path)
+
+
+def curves(rows: pd.DataFrame, label: str, path: Path | str) -> Path:
+    """The picture of a table whose column `x` is the fraction skipped; `label` says of what."""
     path = Path(path).with_suffix(".png")
-    rows = table[(table["mlp"] == table["heads"]) & np.isfinite(table["value"])]
+    rows = rows[np.isfinite(rows["value"]) & np.isfinite(rows["x"])]
     panels = main_panels(rows)
     check_drawable(rows, panels)
     with matplotlib.rc_context(RC):
-        figure = draw(rows, panels)
+        figure = draw(rows, panels, label)
         save(figure, path)
     return path
 
@@ -80,19 +104,19 @@ def main_panels(rows: pd.DataFrame) -> list[tuple[str, str]]:
 def check_drawable(rows: pd.DataFrame, panels: list[tuple[str, str]]) -> None:
     """Raise DataError for a table whose curves would be empty or ambiguous."""
     if not panels:
-        raise DataError("the table holds no finite main metric with mlp = heads to draw: evaluate with sparsity.ratio")
+        raise DataError("the table holds no finite main metric to draw at mlp = heads: evaluate with sparsity.ratio")
     if rows["model"].nunique() > 1:
         raise DataError(f"the table holds several models ({', '.join(sorted(set(rows['model'])))}): filter it to one")
-    repeated = rows[rows.duplicated(["selector", "mlp", "task", "metric"])]
+    repeated = rows[rows.duplicated(["selector", "x", "task", "metric"])]
     if len(repeated):
         first = repeated.iloc[0]
         raise DataError(
-            f"the table holds several runs of {first['selector']} at {first['mlp']:g} for {first['task']} "
+            f"the table holds several runs of {first['selector']} at {first['x']:g} for {first['task']} "
             f"(one is {first['run']}): filter it to one run for each point"
         )
 
 
-def draw(rows: pd.DataFrame, panels: list[tuple[str, str]]) -> Figure:
+def draw(rows: pd.DataFrame, panels: list[tuple[str, str]], label: str) -> Figure:
     """The figure: panels in rows of two, one legend for all."""
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
@@ -100,6 +124,7 @@ def draw(rows: pd.DataFrame, panels: list[tuple[str, str]]) -> Figure:
     axes = figure.subplots(lines, columns, squeeze=False).ravel()
     for axis, (task, metric) in zip(axes, panels, strict=False):
         draw_panel(axis, rows, task, metric)
+        axis.set_xlabel(label)
     for axis in axes[len(panels) :]:
         axis.remove()
     lines_by_name = {str(line.get_label()): line for axis in axes[: len(panels)] for line in axis.get_lines()}
@@ -116,8 +141,8 @@ def draw_panel(axis: Axes, rows: pd.DataFrame, task: str, metric: str) -> None:
     dense = panel[panel["selector"] == "dense"]
     for selector in selectors(panel):
         # Nothing skipped is dense by definition: every curve starts there.
-        draw_curve(axis, pd.concat([dense, panel[panel["selector"] == selector].sort_values("mlp")]), selector)
-    axis.set_xlim(0, max(0.5, panel["mlp"].max()) + 0.04)
+        draw_curve(axis, pd.concat([dense, panel[panel["selector"] == selector].sort_values("x")]), selector)
+    axis.set_xlim(0, max(0.5, panel["x"].max()) + 0.04)
     if len(dense):
         reference(axis, dense["value"].iloc[0], "dense", "-", above=metric == "acc")
     blind = rows[(rows["task"] == f"{task}_blind") & (rows["metric"] == metric) & (rows["selector"] == "dense")]
@@ -128,7 +153,6 @@ def draw_panel(axis: Axes, rows: pd.DataFrame, task: str, metric: str) -> None:
     scale(axis, panel, metric)
     axis.xaxis.set_major_locator(MultipleLocator(0.25))
     axis.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
-    axis.set_xlabel("heads and neurons skipped")
     axis.set_ylabel(LABELS[metric])
     axis.set_title(f"{task} (n = {panel['n'].max():,} {UNITS[metric]})", loc="left")
 
@@ -141,7 +165,7 @@ def selectors(rows: pd.DataFrame) -> list[str]:
 def draw_curve(axis: Axes, curve: pd.DataFrame, selector: str) -> None:
     """One selector's line, marker and 95 % band where it was measured; `curve` starts with the dense row, if any."""
     colour, marker = STYLES.get(selector, (GREY, "x"))
-    x, y, error = (curve[name].to_numpy(dtype=float) for name in ("mlp", "value", "stderr"))
+    x, y, error = (curve[name].to_numpy(dtype=float) for name in ("x", "value", "stderr"))
     error = INTERVAL * np.nan_to_num(error)
     low, high = np.maximum(y - error, y / 100), y + error  # a logarithmic axis has no zero
     own = np.flatnonzero(curve["selector"] == selector).tolist()

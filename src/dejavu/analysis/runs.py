@@ -46,7 +46,7 @@ class Run:
 
 
 def load_runs(folder: Path | str) -> pd.DataFrame:
-    """The long table of all finished evaluations below `folder`: COLUMNS, then keys that were overridden.
+    """The long table of all finished evaluations below `folder`: COLUMNS, notes if any, then keys that were overridden.
 
     A sparse row without a paired difference in its result gets it from the samples of the dense run of the same model,
     dtype, task and limit; it stays NaN where there is none. Raises DataError for a damaged run, or for none at all.
@@ -60,7 +60,8 @@ def load_runs(folder: Path | str) -> pd.DataFrame:
     for run in runs:
         values = {key: config_value(run, key) for key in swept}
         records += [record | values for record in run_records(run, runs, read)]
-    return typed(pd.DataFrame(records, columns=[*COLUMNS, *swept]))
+    notes = ["note"] if any(record["note"] is not None for record in records) else []
+    return typed(pd.DataFrame(records, columns=[*COLUMNS, *notes, *swept]))
 
 
 def find_runs(root: Path) -> list[Run]:
@@ -119,6 +120,7 @@ def run_records(run: Run, runs: Sequence[Run], read: Read) -> Iterator[dict[str,
             differences = paired_with_dense(run, task, runs, read)
             for metric, entry in measured.items():
                 scores = {"value": number(entry["value"]), "stderr": number(entry["stderr"]), "n": int(entry["n"])}
+                scores["note"] = entry.get("note")
                 yield settings | {"task": task, "metric": metric} | scores | differences.get(metric, {})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise damaged(run.folder / "result.json") from error

@@ -15,7 +15,7 @@ from dejavu.evaluation.metrics import INTERVAL
 from dejavu.tracking.files import by_rename
 
 MAIN_METRICS = ("bits_per_byte", "token_perplexity", "acc")
-SELECTORS = ("dense", "oracle", "predictor", "svd", "sign", "prompt", "static", "random")  # the order they are shown in
+SELECTORS = ("dense", "oracle", "predictor", "gate", "svd", "sign", "prompt", "static", "random")  # as they are shown
 SETTINGS = ["backend", "positions", "budget", "rule", "tap", "rank", "corpus", "seed"]  # shown only where they vary
 HEADER_WIDTH = 14
 

@@ -58,6 +58,12 @@ class Anatomy:
         normalised_ND: Tensor = self.blocks[layer].mlp_norm(middle_ND)
         return normalised_ND
 
+    def unit_weights(self, kind: str) -> float:
+        """Weights of one unit: a neuron's rows and columns; a head's part of q and o and its share of k and v."""
+        if kind == "mlp":
+            return (3 if self.gated else 2) * self.width
+        return 2 * self.width * self.head_dim * (1 + self.kv_heads / self.heads)
+
     def units(self, kind: str) -> int:
         """How many units of a kind ("mlp" or "heads") one layer has."""
         return self.neurons if kind == "mlp" else self.heads

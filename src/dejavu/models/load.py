@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import pickle  # for the name of its error only: transformers reads others' files with weights_only
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,7 +96,7 @@ def pretrained_model(source: str, dtype: torch.dtype) -> Any:
     with quiet_transformers():
         try:
             model, report = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
             raise DataError(
                 f"the model at {source} cannot be loaded ({first_line(error)}): check the folder or, for a name on the "
                 "hub, the network"

@@ -33,9 +33,11 @@ class Density:
         ]
 
     def measured(self) -> dict[str, float]:
-        """`mlp_density` and `head_density`: means over all layers."""
-        names = {"mlp": "mlp_density", "heads": "head_density"}
-        return {names[kind]: sum(self.per_layer(kind)) / self.anatomy.layers for kind in KINDS}
+        """`mlp_density` and `head_density`, means over all layers; `body_density`, both weighted by their weights."""
+        means = {kind: sum(self.per_layer(kind)) / self.anatomy.layers for kind in KINDS}
+        weights = {kind: self.anatomy.unit_weights(kind) * self.anatomy.units(kind) for kind in KINDS}
+        body = sum(means[kind] * weights[kind] for kind in KINDS) / sum(weights.values())
+        return {"mlp_density": means["mlp"], "head_density": means["heads"], "body_density": body}
 
 
 class Recall:

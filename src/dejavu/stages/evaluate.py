@@ -76,7 +76,7 @@ def score_tasks(scorer: Scorer, config: Config) -> pd.DataFrame:
 def measured_sparsity(scorer: Scorer, config: Config) -> dict[str, Any]:
     """Densities and the share of scored tokens that ran sparse. A task asked to be sparse that was not is an error."""
     if scorer.sparsifier is None:
-        return {"mlp_density": 1.0, "head_density": 1.0, "sparse_token_share": 0.0}
+        return {"mlp_density": 1.0, "head_density": 1.0, "body_density": 1.0, "sparse_token_share": 0.0}
     share = scorer.sparse_token_share
     if share == 0 and scorer.sparsifier.touches_anything:
         raise DataError(

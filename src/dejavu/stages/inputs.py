@@ -17,6 +17,7 @@ STAGES = {  # name -> (what it does, inputs it reads)
     "collect": ("record taps and contributions of a dense model on a corpus", ()),
     "train": ("train predictors of heads and neurons from a cache", ("cache",)),
     "evaluate": ("score tasks with a sparsified model", ("bundle",)),
+    "doctor": ("say what this machine has and where a config's model and data would come from", ()),
     "pipeline": ("collect, train and evaluate a grid of ratios and selectors, then table and picture", ()),
 }
 

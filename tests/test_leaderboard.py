@@ -1,0 +1,81 @@
+"""What a sweep leaves behind: table, pictures at equal sparsity and equal cost, heat maps."""
+
+import json
+
+import pytest
+from finished_runs import write_run
+from PIL import Image
+
+from dejavu.analysis.figures import density_vs_quality
+from dejavu.analysis.heatmaps import layer_heat_map, selector_heat_map
+from dejavu.analysis.leaderboard import leaderboard
+from dejavu.analysis.runs import load_runs
+from dejavu.analysis.tables import read_table
+from dejavu.errors import DataError
+
+
+def colours(path) -> int:
+    """How many different colours a picture has: an empty one has two or three."""
+    with Image.open(path) as image:
+        return len(image.convert("RGB").getcolors(maxcolors=1 << 24))
+
+
+def test_a_sweep_leaves_one_table_and_its_pictures(tmp_path, capsys):
+    write_run(tmp_path, "dense")
+    for selector in ("oracle", "random"):
+        for ratio in (0.25, 0.75):
+            write_run(tmp_path, selector, ratio)
+    written = leaderboard(tmp_path)
+    names = {path.name for path in written}
+    assert names == {
+        "table.csv", "sparsity_vs_quality.png", "density_vs_quality.png", "density_neurons.png", "density_heads.png",
+        "recall_of_mass_neurons.png", "recall_of_mass_heads.png",
+    }  # fmt: skip
+    assert (tmp_path / "table.parquet").exists() and all(path.with_suffix(".svg").exists() for path in written[1:])
+    assert len(read_table(tmp_path / "table.csv")) == len(load_runs(tmp_path))
+    assert all(colours(path) > 20 for path in written[1:])
+    shown = capsys.readouterr().out
+    assert "oracle" in shown and "random" in shown and "table.csv" in shown
+
+
+def test_a_sweep_without_a_diagonal_still_has_its_table(tmp_path):
+    write_run(tmp_path, "oracle", 0.5)
+    result = json.loads((tmp_path / "oracle-0.5" / "result.json").read_text())
+    result["sparsity"]["requested"]["heads"] = 0.0
+    (tmp_path / "oracle-0.5" / "result.json").write_text(json.dumps(result))
+    names = {path.name for path in leaderboard(tmp_path)}
+    assert "table.csv" in names and "sparsity_vs_quality.png" not in names and "density_vs_quality.png" in names
+
+
+def test_an_empty_sweep_is_refused(tmp_path):
+    with pytest.raises(DataError, match="no finished evaluation"):
+        leaderboard(tmp_path)
+
+
+def test_equal_cost_puts_selectors_that_leave_heads_whole_where_they_belong(tmp_path):
+    """A selector of neurons only skips fewer weights at the same ratio; its point moves to the left."""
+    for selector in ("oracle", "static"):
+        write_run(tmp_path, selector, 0.5)
+    table = load_runs(tmp_path)
+    assert density_vs_quality(table, {"oracle-0.5": 0.5, "static-0.5": 0.8}, tmp_path / "a.png").exists()
+    with pytest.raises(DataError, match="no finite main metric"):
+        density_vs_quality(table, {}, tmp_path / "b.png")
+
+
+def test_heat_maps_show_layers_and_leave_unknown_ones_white(tmp_path):
+    measured = {"mlp_density_per_layer": [0.1, 1.0], "head_recall_per_layer": [0.5, None]}
+    assert colours(layer_heat_map(measured, tmp_path / "layers")) > 20
+    for broken in ({}, {"mlp_recall_per_layer": [None, None]}):
+        with pytest.raises(DataError, match="nothing per layer"):
+            layer_heat_map(broken, tmp_path / "none")
+    with pytest.raises(DataError, match="nothing per layer"):
+        selector_heat_map({"oracle": {}}, "mlp_density_per_layer", "t", tmp_path / "none")
+
+
+def test_notes_become_a_column_only_where_there_are_some(tmp_path):
+    write_run(tmp_path, "dense")
+    assert "note" not in load_runs(tmp_path)
+    entry = {"value": 2.0, "stderr": 0.1, "n": 5, "note": "not the published sample"}
+    write_run(tmp_path, "oracle", 0.5, metrics={"pydocs_token": {"token_perplexity": entry}})
+    notes = load_runs(tmp_path).set_index("selector")["note"]
+    assert notes["oracle"] == "not the published sample" and notes["dense"].isna().all()

@@ -9,11 +9,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from dejavu.analysis.readme import BEGIN, END, main
+from dejavu.analysis.readme import REAL, main, markers, real
 from dejavu.analysis.runs import COLUMNS, typed
 from dejavu.analysis.tables import write_table
 from dejavu.errors import DataError
 
+BEGIN, END = markers("table")
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
@@ -83,3 +84,36 @@ def test_the_table_is_replaced_between_its_markers_only(tmp_path):
     readme.write_text("no markers")
     with pytest.raises(DataError, match="once each"):
         main([str(run), str(readme)])
+
+
+def real_rows(selector: str, ratio: float, loss: float) -> list[dict]:
+    """Rows of an evaluation of `tasks=real` that lost `loss` points or percent, measured to a tenth of that."""
+    rows = []
+    for task, metric in REAL:
+        accuracy = metric == "acc"
+        delta = None if selector == "dense" else (-loss / 100 if accuracy else loss / 5)
+        rows.append(
+            {
+                "model": "m", "selector": selector, "mlp": ratio, "heads": ratio, "rule": "topk", "task": task,
+                "metric": metric, "value": 0.4 if accuracy else 20.0, "stderr": 0.01, "n": 500, "delta": delta,
+                "delta_stderr": 0.001 if accuracy else 0.02, "mlp_density": 1 - ratio, "head_density": 1 - ratio,
+                "sparse_token_share": float(ratio > 0),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def test_the_real_table_says_what_can_be_skipped():
+    rows = real_rows("dense", 0, 0) + real_rows("oracle", 0.25, 0.1) + real_rows("oracle", 0.5, 3)
+    rows += real_rows("random", 0.25, 9)
+    text = real(typed(pd.DataFrame(rows).reindex(columns=COLUMNS)))
+    assert "| 25 %, 25 % | oracle | 75 %, 75 % | 100 % | 0.400 ± 0.010 (-0.0010 ± 0.0010) |" in text
+    assert "OpenBookQA, acc (n = 500)" in text
+    assert text.endswith("(6): oracle: 25 % of neurons and 25 % of heads; random: none of its ratios.")
+
+
+def test_sweeps_compose_a_job():
+    for path in sorted((ROOT / "sweeps").glob("*.yaml")):
+        (command,) = re.findall(r"^# +(dejavu evaluate -cd sweeps .*)$", path.read_text(), re.MULTILINE)
+        result = dejavu([*words_of(command), "--cfg", "job"], ROOT)
+        assert result.returncode == 0, f"{path.name}: {result.stderr}"

@@ -67,6 +67,7 @@ class Sparsity:
     dense_layers: list[float] = field(default_factory=list)
     part: str = "both"
     ratio: float | None = None
+    point: str | None = None
 
 
 @dataclass
@@ -176,8 +177,32 @@ def from_config(config: DictConfig) -> Config:
     """The typed, checked form of a composed config. Raises ConfigError with the key, its value and what is allowed."""
     typed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), config))
     assert isinstance(typed, Config)
+    resolve_point(typed.sparsity)
     check(typed)
     return typed
+
+
+def resolve_point(sparsity: Sparsity) -> None:
+    """Fill selector, ratio, rule and part from `point`, which is then unset: both ways of saying it are one config.
+
+    Raises ConfigError for a point of another form.
+    """
+    if sparsity.point is None:
+        return
+    selector, *fields = sparsity.point.split("@")
+    try:
+        sparsity.selector, sparsity.ratio = selector, float(fields[0])
+    except (IndexError, ValueError):
+        raise ConfigError(
+            f"sparsity.point={sparsity.point} is not of the form SELECTOR@RATIO, with @RULE or @PART after it if wanted"
+        ) from None
+    for word in fields[1:]:
+        one_of("sparsity.point's rule or part", word, (*RULES, *PARTS))
+        if word in RULES:
+            sparsity.rule = word
+        else:
+            sparsity.part = word
+    sparsity.point = None
 
 
 def check(config: Config) -> None:

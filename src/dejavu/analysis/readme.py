@@ -1,38 +1,55 @@
-"""README's table, written from a pipeline's files: `python -m dejavu.analysis.readme RUN_DIR README.md`.
+"""Tables of README and docs, written from runs' files: `python -m dejavu.analysis.readme RUN_DIR FILE.md [NAME]`.
 
-Numbers in the README are put there by this, between two marker lines, and by nothing else.
+Numbers are put there by this, between two marker lines, and by nothing else. NAME is `table` (a pipeline over the
+embedded model, with its picture) or `real` (a sweep over `tasks=real`).
 """
 
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 
 from dejavu.analysis.tables import in_order, percent, read_table, with_error
 from dejavu.errors import DataError
+from dejavu.evaluation.metrics import no_measurable_loss
 
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 TASKS = [("pydocs", "bits_per_byte"), ("pydocs_token", "loss"), ("continuation_choice", "acc")]
 HEADERS = ["pydocs, bits per byte", "pydocs, nats per token over dense", "continuation choice, accuracy"]
+REAL = {
+    ("openbookqa", "acc"): "OpenBookQA, acc",
+    ("winogrande", "acc"): "WinoGrande, acc",
+    ("piqa", "acc"): "PIQA, acc",
+    ("lambada_openai", "acc"): "LAMBADA, acc",
+    ("wikitext_token", "token_perplexity"): "WikiText-2, token perplexity",
+    ("c4_token", "token_perplexity"): "C4, token perplexity",
+}
 
 
 def main(arguments: list[str]) -> None:
-    """Replace README's table by the run's, and put its picture where README shows it."""
-    run, readme = Path(arguments[0]), Path(arguments[1])
-    table = read_table(run / "table.csv")
-    text = readme.read_text("utf-8")
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise DataError(f"{readme} must hold the lines {BEGIN} and {END} once each")
-    head, rest = text.split(BEGIN)
-    tail = rest.split(END)[1]
-    readme.write_text(f"{head}{BEGIN}\n{markdown(table)}\n{END}{tail}", "utf-8")
-    images = readme.parent / "docs" / "images"
-    images.mkdir(exist_ok=True)
-    shutil.copyfile(run / "sparsity_vs_quality.png", images / "sparsity_vs_quality.png")
+    """Replace the table between its markers; put the picture beside it where it is one of README's."""
+    run, page = Path(arguments[0]), Path(arguments[1])
+    name = arguments[2] if len(arguments) > 2 else "table"
+    begin, end = markers(name)
+    text = page.read_text("utf-8")
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise DataError(f"{page} must hold the lines {begin} and {end} once each")
+    head, rest = text.split(begin)
+    tail = rest.split(end)[1]
+    page.write_text(f"{head}{begin}\n{TABLES[name](read_table(run / 'table.csv'))}\n{end}{tail}", "utf-8")
+    if name == "table":
+        images = page.parent / "docs" / "images"
+        images.mkdir(exist_ok=True)
+        shutil.copyfile(run / "sparsity_vs_quality.png", images / "sparsity_vs_quality.png")
 
 
-def markdown(table: pd.DataFrame) -> str:
+def markers(name: str) -> tuple[str, str]:
+    """The lines before and after a table."""
+    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+
+
+def embedded(table: pd.DataFrame) -> str:
     """One row per ratio and selector, as a Markdown table."""
     lines = [
         "| heads and neurons skipped | selector | " + " | ".join(HEADERS) + " |",
@@ -44,15 +61,72 @@ def markdown(table: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
+def real(table: pd.DataFrame) -> str:
+    """One row per evaluation: what was asked for and measured, each task's value and paired difference; the verdict."""
+    tasks = [pair for pair in REAL if ((table["task"] == pair[0]) & (table["metric"] == pair[1])).any()]
+    counts = {pair: int(_of(table, *pair)["n"].max()) for pair in tasks}
+    headers = [f"{REAL[pair]} (n = {counts[pair]:,})" for pair in tasks]
+    lines = [
+        "| neurons, heads skipped | selector | used | sparse share | " + " | ".join(headers) + " |",
+        "|---|---|---|---|" + "---|" * len(tasks),
+    ]
+    keys = ["mlp", "heads", "selector", "rule"]
+    for _, rows in in_order(table).groupby(keys, sort=False):
+        first = rows.iloc[0]
+        used = f"{percent(first['mlp_density'])}, {percent(first['head_density'])}"
+        cells = [_valued(_of(rows, *pair)) for pair in tasks]
+        start = [f"{percent(first['mlp'])}, {percent(first['heads'])}", first["selector"], used]
+        lines.append("| " + " | ".join([*start, percent(first["sparse_token_share"]), *cells]) + " |")
+    return "\n".join([*lines, "", verdict(table, tasks)])
+
+
+def verdict(table: pd.DataFrame, tasks: list[tuple[str, str]]) -> str:
+    """One sentence: the largest ratio of each selector at which no task lost measurably, of those evaluated."""
+    found = []
+    sparse = table[table["selector"] != "dense"]
+    for selector, rows in in_order(sparse).groupby("selector", sort=False):
+        points = [point for _, point in rows.groupby(["mlp", "heads"])]
+        held = [point.iloc[0] for point in points if all(_held(_of(point, *pair)) for pair in tasks)]
+        best = max(held, key=lambda row: row["mlp"] + row["heads"], default=None)
+        skipped = "none of its ratios"
+        if best is not None:
+            skipped = f"{percent(best['mlp'])} of neurons and {percent(best['heads'])} of heads"
+        found.append(f"{selector}: {skipped}")
+    return f"Skipped without measurable loss on every task ({len(tasks)}): " + "; ".join(found) + "."
+
+
+def _held(rows: pd.DataFrame) -> bool:
+    """Whether the one row of a task shows no measurable loss; a task that was not scored shows nothing."""
+    if rows.empty:
+        return False
+    row = rows.iloc[0]
+    return no_measurable_loss(str(row["metric"]), row["value"], row["delta"], row["delta_stderr"])
+
+
+def _of(rows: pd.DataFrame, task: str, metric: str) -> pd.DataFrame:
+    return rows[(rows["task"] == task) & (rows["metric"] == metric)]
+
+
+def _valued(rows: pd.DataFrame) -> str:
+    """Value with its error and, of a sparse model, the paired difference with its own."""
+    if rows.empty:
+        return ""
+    row = rows.iloc[0]
+    cell = with_error(row["value"], row["stderr"])
+    return cell if pd.isna(row["delta"]) else f"{cell} ({with_error(row['delta'], row['delta_stderr'], sign='+')})"
+
+
 def _cell(rows: pd.DataFrame, task: str, metric: str) -> str:
     """Value with its error; for the loss of a sparse model the paired difference to dense, which is what counts."""
-    row = rows[(rows["task"] == task) & (rows["metric"] == metric)].iloc[0]
+    row = _of(rows, task, metric).iloc[0]
     if metric == "loss":
         if pd.isna(row["delta"]):
             return f"(dense: {with_error(row['value'], row['stderr'])})"
         return with_error(row["delta"], row["delta_stderr"], sign="+")
     return with_error(row["value"], row["stderr"])
 
+
+TABLES: dict[str, Callable[[pd.DataFrame], str]] = {"table": embedded, "real": real}
 
 if __name__ == "__main__":
     main(sys.argv[1:])

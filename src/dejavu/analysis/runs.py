@@ -28,7 +28,8 @@ NEIGHBOURS = {
 }  # fmt: skip
 REPRESENTED = {
     "model", "model.name", "corpus", "corpus.name", "tasks", "backend", "seed", "predictor.tap", "predictor.rank",
-    *(f"sparsity.{key}" for key in ("selector", "mlp", "heads", "part", "ratio", "positions", "budget", "rule")),
+    *(f"sparsity.{key}" for key in ("selector", "mlp", "heads", "part", "ratio", "point")),
+    *(f"sparsity.{key}" for key in ("positions", "budget", "rule")),
 }  # fmt: skip
 HOUSEKEEPING = {"run_dir", "runs", "force", "tracking", "launcher", "hydra", "cache", "predictors", "data_root"}
 

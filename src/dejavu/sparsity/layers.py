@@ -18,7 +18,6 @@ from dejavu.models.anatomy import Anatomy
 from dejavu.models.contribution import Contributions
 from dejavu.models.observe import Observer, observed
 from dejavu.models.taps import TapSource, tap_source
-from dejavu.models.topk import top_k_mask
 from dejavu.sparsity.accounting import Density, Recall
 from dejavu.sparsity.budget import Budget
 from dejavu.sparsity.selectors import Choice, Selector, Tokens
@@ -136,11 +135,11 @@ class Sparsifier(Observer):
     def _choose(self, kind: str, layer: int, contributions: Callable[[], Tensor]) -> Tensor:
         assert self.selector is not None and self._tokens is not None, "begin(tokens) comes before every forward pass"
         tap_ND = self._taps[tap_source(self.tap, kind, layer)] if self.selector.reads_tap else None
-        scores = torch.atleast_2d(self.selector.scores(Choice(kind, layer, tap_ND, contributions, self._tokens)))
+        choice = Choice(kind, layer, tap_ND, contributions, self._tokens)
         try:
             if self.rule == "threshold":
-                return self._above_threshold(kind, layer, scores)
-            return top_k_mask(scores, self.budget.of(kind)[layer])
+                return self._above_threshold(kind, layer, self.selector.scores(choice))
+            return self.selector.choose(choice, self.budget.of(kind)[layer])
         except FloatingPointError as error:
             unit = "neurons" if kind == "mlp" else "heads"
             raise DataError(

@@ -14,9 +14,13 @@ from torch import Tensor
 
 from dejavu.errors import DataError
 from dejavu.models.anatomy import KINDS
+from dejavu.models.topk import top_k_mask
 
 if TYPE_CHECKING:
     from dejavu.predictors.bundle import Bundle
+
+
+SLOTS = 2048  # draws of `random` for each layer and kind
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,10 @@ class Selector(ABC):
     def scores(self, choice: Choice) -> Tensor:
         """(N, U), or (U,) when the choice is the same for every token."""
 
+    def choose(self, choice: Choice, k: int) -> Tensor:
+        """True at the k units of highest score, ties to the lower index; bool (N, U), or (1, U) for all alike."""
+        return top_k_mask(torch.atleast_2d(self.scores(choice)), k)
+
 
 class Oracle(Selector):
     """Top by c of this very forward pass, on its current (already sparsified) stream: a reference, not a bound."""
@@ -64,20 +72,37 @@ class Oracle(Selector):
 
 
 class Random(Selector):
-    """A hash of (seed, layer, kind, document, position, unit): the same choice whatever the batch looks like."""
+    """Top-k of a hash of (seed, layer, kind, document, position, unit): the same whatever the batch looks like.
+
+    Document and position are hashed to one of `SLOTS` draws first, so that a set is drawn once and looked up for every
+    token: hashing each unit for each token took longer than the model.
+    """
 
     name = "random"
 
     def __init__(self, seed: int, units: Mapping[str, int]) -> None:
         self.seed, self.units = seed, units
+        self._masks: dict[tuple[str, int, int], Tensor] = {}
 
     def scores(self, choice: Choice) -> Tensor:
-        stream = (self.seed * 1_000_003 + choice.layer) * 2 + KINDS.index(choice.kind)
-        key_N = mixed(mixed(choice.tokens.document_N.int() + stream) + choice.tokens.position_N.int())
-        unit_U = (
-            torch.arange(self.units[choice.kind], dtype=torch.int32, device=key_N.device) * -1640531527
-        )  # 2**32 / golden ratio
-        return mixed(key_N[:, None] + unit_U).float()
+        slot_N = self._slots(choice.tokens)
+        return self._draws(choice.kind, choice.layer).to(slot_N.device)[slot_N]
+
+    def choose(self, choice: Choice, k: int) -> Tensor:
+        slot_N, key = self._slots(choice.tokens), (choice.kind, choice.layer, k)
+        if key not in self._masks:
+            self._masks[key] = top_k_mask(self._draws(choice.kind, choice.layer), k).to(slot_N.device)
+        return self._masks[key][slot_N]
+
+    def _slots(self, tokens: Tokens) -> Tensor:
+        return (mixed(mixed(tokens.document_N.int()) + tokens.position_N.int()) & (SLOTS - 1)).long()
+
+    def _draws(self, kind: str, layer: int) -> Tensor:
+        """A number for every unit in every slot, (SLOTS, U)."""
+        stream = (self.seed * 1_000_003 + layer) * 2 + KINDS.index(kind)
+        key_S = mixed(torch.arange(SLOTS, dtype=torch.int32) * 40503 + stream)
+        unit_U = torch.arange(self.units[kind], dtype=torch.int32) * -1640531527  # 2**32 / golden ratio
+        return mixed(key_S[:, None] + unit_U).float()
 
 
 class Static(Selector):

@@ -1,5 +1,7 @@
 """Scoring, positions and tasks over the embedded model's tokenizer and tiny random models."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -92,6 +94,24 @@ def test_a_logit_that_is_not_finite_is_refused(loaded):
     with pytest.raises(DataError, match="not finite"):
         Scorer(loaded).score(requests(1))
     hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("module", "place"),
+    [
+        ("model.decoder.layers.0.self_attn.out_proj", "first in the attention of layer 0"),
+        ("model.decoder.layers.0.fc2", "first in the MLP of layer 0"),
+        ("model.decoder.layers.1.fc2", "first in the MLP of layer 1 or after it"),
+    ],
+)
+@pytest.mark.parametrize("sparse", [False, True])
+def test_nan_is_told_with_the_layer_it_comes_from(tokenizer, module, place, sparse):
+    model = tiny_opt(vocab_size=len(tokenizer))
+    model.get_submodule(module).bias[3] = float("nan")
+    own = LoadedModel("tiny", model, tokenizer, anatomy(model))
+    scorer = sparse_scorer(own, Random(0, {"mlp": 64, "heads": 4})) if sparse else Scorer(own)
+    with pytest.raises(DataError, match=place), scorer.sparsifier.attached() if sparse else nullcontext():
+        scorer.score(requests(2))
 
 
 TEXTS = [

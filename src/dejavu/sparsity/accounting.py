@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,6 +82,13 @@ class Recall:
             name: [None if sums is None else float(sums[number]) / self.tokens for sums in found]
             for number, name in enumerate(names)
         }
+
+
+def count_true(mask: Tensor) -> Tensor:
+    """How many values are True; on a CPU by numpy, whose count is many times as fast as torch's sum of booleans."""
+    if mask.device.type == "cpu":
+        return torch.tensor(int(np.count_nonzero(mask.numpy())))
+    return mask.sum()
 
 
 def best_of_same_size(c_NU: Tensor, count_N: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from dejavu.models.anatomy import Anatomy
 from dejavu.models.contribution import Contributions
 from dejavu.models.observe import Observer, observed
 from dejavu.models.taps import TapSource, tap_source
-from dejavu.sparsity.accounting import Density, Recall
+from dejavu.sparsity.accounting import Density, Recall, count_true
 from dejavu.sparsity.budget import Budget
 from dejavu.sparsity.selectors import Choice, Selector, Tokens
 
@@ -57,6 +57,7 @@ class Sparsifier(Observer):
         self.masks: dict[tuple[str, int], Tensor] | None = {} if record else None
         self._taps: dict[TapSource, Tensor] = {}
         self._tokens: Tokens | None = None
+        self._sparse_count = 0
 
     @contextmanager
     def attached(self) -> Iterator["Sparsifier"]:
@@ -100,8 +101,9 @@ class Sparsifier(Observer):
     def begin(self, tokens: Tokens) -> None:
         """Announce the tokens of the next forward pass."""
         self._tokens = tokens
+        self._sparse_count = int(tokens.sparse_N.sum())
         if self.touches_anything:
-            self.density.add_positions(int(tokens.sparse_N.sum()))
+            self.density.add_positions(self._sparse_count)
             self.recall.begin(tokens.sparse_N)
 
     def residual(self, layer: int, residual_ND: Tensor) -> None:
@@ -120,7 +122,7 @@ class Sparsifier(Observer):
 
         mask_NH = heads_NHK.ne(0).any(-1) if self.rule == "nonzero" else self._choose("heads", layer, contributions)
         mask_NH = self._count("heads", layer, mask_NH, contributions)
-        return heads_NHK.masked_fill(~mask_NH[..., None], 0).flatten(1)
+        return torch.where(mask_NH[..., None], heads_NHK, 0).flatten(1)
 
     def neurons(self, layer: int, activations_NF: Tensor) -> Tensor | None:
         if not self.is_sparse("mlp", layer):
@@ -130,7 +132,7 @@ class Sparsifier(Observer):
             return self.contributions.of_neurons(layer, activations_NF)
 
         mask_NF = activations_NF.ne(0) if self.rule == "nonzero" else self._choose("mlp", layer, contributions)
-        return activations_NF.masked_fill(~self._count("mlp", layer, mask_NF, contributions), 0)
+        return torch.where(self._count("mlp", layer, mask_NF, contributions), activations_NF, 0)
 
     def _choose(self, kind: str, layer: int, contributions: Callable[[], Tensor]) -> Tensor:
         assert self.selector is not None and self._tokens is not None, "begin(tokens) comes before every forward pass"
@@ -165,12 +167,16 @@ class Sparsifier(Observer):
         """Book what was used and widen the mask to everything for tokens that do not run sparse."""
         assert self._tokens is not None
         sparse_N = self._tokens.sparse_N
-        mask_NU = mask_NU.expand(len(sparse_N), -1)
+        every_NU = mask_NU.expand(len(sparse_N), -1)
         if self.masks is not None:
-            self.masks[kind, layer] = mask_NU
-        self.density.add_used(kind, layer, (mask_NU & sparse_N[:, None]).sum())
-        self.recall.add(kind, layer, mask_NU, contributions)
-        return mask_NU if bool(sparse_N.all()) else mask_NU | ~sparse_N[:, None]
+            self.masks[kind, layer] = every_NU
+        if len(mask_NU) == 1:
+            self.density.add_used(kind, layer, count_true(mask_NU) * self._sparse_count)
+        else:
+            chosen_NU = mask_NU if self._sparse_count == len(sparse_N) else mask_NU[sparse_N]
+            self.density.add_used(kind, layer, count_true(chosen_NU))
+        self.recall.add(kind, layer, every_NU, contributions)
+        return mask_NU if self._sparse_count == len(sparse_N) else mask_NU | ~sparse_N[:, None]
 
     def _keep_tap(self, source: TapSource, tensor: Tensor) -> None:
         """Keep what later layers may read: at most two layers back, and r_0, to which early indices clamp."""

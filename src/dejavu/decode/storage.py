@@ -1,0 +1,79 @@
+"""How the engine keeps matrices: rows that can be read one by one, in 32, 16 or 8 bits, all sums in float32.
+
+A row is what one unit needs: a neuron's row of fc1 and column of fc2, a head's rows of q, k, v and columns of out_proj.
+Columns are therefore kept transposed. Shape suffixes: R rows, C columns.
+"""
+
+import mmap
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dejavu.errors import ConfigError
+
+STORAGES = ("float32", "bfloat16", "int8")
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16), "int8": np.dtype(np.int8)}
+HUGE_PAGE = 1 << 21
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A matrix in a storage type; `scale_R` is what a row of int8 is multiplied with (1 in the other types)."""
+
+    data_RC: np.ndarray
+    scale_R: np.ndarray
+    storage: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.data_RC.shape
+        return rows, columns
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes read to use one row, its scale included."""
+        return self.shape[1] * self.data_RC.itemsize + (4 if self.storage == "int8" else 0)
+
+
+def pack(weight_RC: Tensor, storage: str) -> Rows:
+    """The matrix in a storage type: bfloat16 rounded to nearest even, int8 with the row's largest magnitude at 127.
+
+    Raises ConfigError for an unknown type and for values that are not finite.
+    """
+    if storage not in STORAGES:
+        raise ConfigError(f"decode.storage={storage} is not known: choose one of {', '.join(STORAGES)}")
+    weight_RC = weight_RC.detach().float().cpu()
+    if not bool(torch.isfinite(weight_RC).all()):
+        raise ConfigError(
+            f"a matrix of shape {tuple(weight_RC.shape)} holds values that are not finite: check the model"
+        )
+    ones_R = np.ones(len(weight_RC), dtype=np.float32)
+    if storage == "float32":
+        return Rows(in_large_pages(weight_RC.numpy()), ones_R, storage)
+    if storage == "bfloat16":
+        return Rows(in_large_pages(weight_RC.bfloat16().view(torch.int16).numpy().view(np.uint16)), ones_R, storage)
+    scale_R = weight_RC.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+    values_RC = (weight_RC / scale_R[:, None]).round().to(torch.int8)
+    return Rows(in_large_pages(values_RC.numpy()), scale_R.numpy(), storage)
+
+
+def unpack(rows: Rows) -> Tensor:
+    """The float32 values that the stored matrix stands for, (R, C)."""
+    if rows.storage == "float32":
+        return torch.from_numpy(rows.data_RC)
+    if rows.storage == "bfloat16":
+        return torch.from_numpy(rows.data_RC.view(np.int16)).view(torch.bfloat16).float()
+    return torch.from_numpy(rows.data_RC).float() * torch.from_numpy(rows.scale_R)[:, None]
+
+
+def in_large_pages(array: np.ndarray) -> np.ndarray:
+    """A copy in memory that is asked to lie in pages of 2 MB: rows read at random then seldom miss the page table."""
+    size = max(array.nbytes, 1)
+    memory = mmap.mmap(-1, -(-size // HUGE_PAGE) * HUGE_PAGE if size >= HUGE_PAGE else size)
+    if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    copy = np.frombuffer(memory, dtype=array.dtype, count=array.size).reshape(array.shape)
+    copy[...] = array
+    return copy

@@ -14,6 +14,7 @@ from dejavu.pretraining.card import HeldOut, active_shares, model_card
 from dejavu.pretraining.data import BlockStream
 from dejavu.pretraining.fit import fit
 from dejavu.pretraining.module import CausalLM
+from dejavu.pretraining.muon import Muon, orthogonalised
 from dejavu.pretraining.tokenizer import train_tokenizer
 from dejavu.schema import Config, Pretrain, Trainer
 
@@ -58,6 +59,30 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path, monkeypatch):
     resumed = fit(small(), documents(), documents(10), VOCABULARY, tmp_path / "killed", [])
     for (name, expected), found in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(expected, found), name
+
+
+@pytest.mark.parametrize("columns", [24, 40, 96])
+def test_muons_updates_have_singular_values_near_one(columns):
+    """Whatever they were before, within a factor of twenty; both ways of computing it."""
+    left, _ = torch.linalg.qr(torch.randn(3, 24, 24, generator=torch.Generator().manual_seed(0)))
+    right, _ = torch.linalg.qr(torch.randn(3, columns, 24, generator=torch.Generator().manual_seed(1)))
+    values = torch.logspace(-1.3, 0, 24)
+    update = orthogonalised(left * values @ right.mT)
+    found = torch.linalg.svdvals(update)
+    assert float(found.min()) > 0.6 and float(found.max()) < 1.3
+    torch.testing.assert_close(torch.linalg.det(update @ right @ left.mT).sign(), torch.ones(3))  # same directions
+
+
+def test_muon_moves_matrices_by_its_rate_and_decays_only_them():
+    torch.manual_seed(0)
+    matrix, bias = torch.nn.Parameter(torch.randn(8, 16)), torch.nn.Parameter(torch.randn(16))
+    optimizer = Muon([matrix], [bias], lr=0.1, weight_decay=0.5)
+    before = matrix.detach().clone(), bias.detach().clone()
+    matrix.grad, bias.grad = torch.randn(8, 16), torch.randn(16)
+    optimizer.step()
+    moved = matrix.detach() - before[0] * (1 - 0.1 * 0.5)
+    assert float(moved.square().mean().sqrt()) == pytest.approx(0.1 * 0.2, rel=0.35)
+    torch.testing.assert_close(bias.detach(), before[1] - 0.1 * bias.grad.sign(), atol=1e-3, rtol=0)
 
 
 def test_held_out_text_shorter_than_a_block_is_refused(tmp_path):

@@ -190,7 +190,7 @@ def test_a_bundle_that_saw_a_scored_document_is_refused(demo, tmp_path, monkeypa
     bundle = demo / "train" / "bundle"
     seen = load_bundle(bundle).config["document_hashes"][0]
     monkeypatch.setattr(
-        "dejavu.stages.evaluate.documents",
+        "dejavu.evaluation.tasks.documents",
         lambda *arguments: [d for d in documents("pydocs", "train", None, Corpus()) if d.hash == seen],
     )
     message = failure(

@@ -96,17 +96,18 @@ def run_app(stage: str) -> int:
     except KeyboardInterrupt:
         return 130
     if stage == "evaluate":
-        show_sweeps(sweeps)
+        show_sweeps(sweeps, failed=bool(failures))
     return 1 if failures else 0
 
 
-def show_sweeps(roots: set[str]) -> None:
-    """Table and pictures of the evaluations in each sweep's folder; a sweep of which nothing finished has none."""
+def show_sweeps(roots: set[str], failed: bool) -> None:
+    """Table and pictures of the evaluations in each sweep's folder; one of which all jobs failed has said enough."""
     for root in sorted(roots):
         try:
             importlib.import_module("dejavu.analysis.leaderboard").leaderboard(root)
         except DejavuError as error:
-            log.error("dejavu evaluate: %s", error)
+            if not failed:
+                log.error("dejavu evaluate: %s", error)
 
 
 def job(stage: str, composed: DictConfig) -> str:

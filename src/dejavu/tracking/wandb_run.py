@@ -64,7 +64,7 @@ def open_wandb(
         name="/".join(folder.parts[-2:]),
         tags=tracking.tags or None,
         config={**config, "inputs": dict(inputs)},
-        dir=str(folder),
+        dir=str(folder.resolve()),  # W&B's service may be another process's, with another working directory
         mode="online" if tracking.mode == "online" else "offline",
         reinit="create_new",
         settings=wandb.Settings(

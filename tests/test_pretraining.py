@@ -73,16 +73,19 @@ def test_muons_updates_have_singular_values_near_one(columns):
     torch.testing.assert_close(torch.linalg.det(update @ right @ left.mT).sign(), torch.ones(3))  # same directions
 
 
-def test_muon_moves_matrices_by_its_rate_and_decays_only_them():
+def test_muon_moves_matrices_by_its_rate_and_decays_what_it_should():
     torch.manual_seed(0)
     matrix, bias = torch.nn.Parameter(torch.randn(8, 16)), torch.nn.Parameter(torch.randn(16))
-    optimizer = Muon([matrix], [bias], lr=0.1, weight_decay=0.5)
-    before = matrix.detach().clone(), bias.detach().clone()
-    matrix.grad, bias.grad = torch.randn(8, 16), torch.randn(16)
+    other = torch.nn.Parameter(torch.randn(4, 4))
+    optimizer = Muon([matrix], [other], [bias], lr=0.1, weight_decay=0.5)
+    before = matrix.detach().clone(), bias.detach().clone(), other.detach().clone()
+    matrix.grad, bias.grad, other.grad = torch.randn(8, 16), torch.randn(16), torch.randn(4, 4)
     optimizer.step()
     moved = matrix.detach() - before[0] * (1 - 0.1 * 0.5)
     assert float(moved.square().mean().sqrt()) == pytest.approx(0.1 * 0.2, rel=0.35)
     torch.testing.assert_close(bias.detach(), before[1] - 0.1 * bias.grad.sign(), atol=1e-3, rtol=0)
+    decayed = before[2] * (1 - 0.1 * 0.5) - 0.1 * other.grad.sign()
+    torch.testing.assert_close(other.detach(), decayed, atol=1e-3, rtol=0)
 
 
 def test_held_out_text_shorter_than_a_block_is_refused(tmp_path):

@@ -37,7 +37,10 @@ def next_token_loss(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
 
 
 class CausalLM(pl.LightningModule):
-    """Muon with linear warm-up and a cosine down to a fiftieth; biases, norms and embeddings are not decayed."""
+    """Muon for fc1 and fc2, AdamW for attention, with linear warm-up and a cosine down to a fiftieth.
+
+    Biases, norms and embeddings are not decayed.
+    """
 
     def __init__(
         self, model: OPTForCausalLM, learning_rate: float, weight_decay: float, warmup_steps: int, max_steps: int
@@ -69,8 +72,10 @@ class CausalLM(pl.LightningModule):
         return 0.02 + 0.49 * (1 + math.cos(math.pi * min(1.0, progress)))
 
     def configure_optimizers(self) -> dict:
-        matrices = [p for name, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in name]
-        others = [p for name, p in self.model.named_parameters() if p.ndim != 2 or "embed" in name]
-        optimizer = Muon(matrices, others, self.learning_rate, self.weight_decay)
+        named = [(name, p, p.ndim == 2 and "embed" not in name) for name, p in self.model.named_parameters()]
+        neurons = [p for name, p, matrix in named if matrix and ".fc" in name]
+        attention = [p for name, p, matrix in named if matrix and ".fc" not in name]
+        free = [p for _, p, matrix in named if not matrix]
+        optimizer = Muon(neurons, attention, free, self.learning_rate, self.weight_decay)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

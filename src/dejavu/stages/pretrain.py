@@ -62,7 +62,7 @@ def run(run: Run) -> None:
         "fingerprint": loaded.fingerprint,
         "training text": f"{len(train):,} documents, {tokens:,} tokens, hash {corpus_hash(train)} (docs/data.md)",
         "tokens seen": f"{config.pretrain.tokens:,}",
-        "optimizer": "Muon for the matrices of the blocks, Adam for the rest",
+        "optimizer": "Muon for fc1 and fc2, AdamW for the rest",
         "seed": config.seed,
     }
     write_text(

@@ -10,6 +10,10 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from dejavu.pretraining.muon import Muon
 
+# Of the learning rate, for attention. At the full rate 1.6 million tokens gave a loss of 5.41 on held-out documentation
+# and half of the heads were worth 0.34 nats; at a fifth 0.7 million gave 5.44, and half of the heads 0.003.
+ATTENTION_RATE = 0.2
+
 
 def new_opt(
     vocabulary: int, hidden: int, layers: int, heads: int, ffn: int, positions: int, seed: int
@@ -76,6 +80,6 @@ class CausalLM(pl.LightningModule):
         neurons = [p for name, p, matrix in named if matrix and ".fc" in name]
         attention = [p for name, p, matrix in named if matrix and ".fc" not in name]
         free = [p for _, p, matrix in named if not matrix]
-        optimizer = Muon(neurons, attention, free, self.learning_rate, self.weight_decay)
+        optimizer = Muon(neurons, attention, free, self.learning_rate, self.weight_decay, ATTENTION_RATE)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

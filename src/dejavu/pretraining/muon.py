@@ -31,8 +31,17 @@ class Muon(torch.optim.Optimizer):
     (Liu et al., 2025, "Muon is scalable for LLM training").
     """
 
-    def __init__(self, matrices: ParamsT, others: ParamsT, free: ParamsT, lr: float, weight_decay: float) -> None:
-        groups: list[dict[str, Any]] = [{"params": list(matrices)}, {"params": list(others)}]
+    def __init__(
+        self,
+        matrices: ParamsT,
+        others: ParamsT,
+        free: ParamsT,
+        lr: float,
+        weight_decay: float,
+        others_rate: float = 1.0,
+    ) -> None:
+        groups: list[dict[str, Any]] = [{"params": list(matrices)}]
+        groups.append({"params": list(others), "lr": lr * others_rate})
         groups.append({"params": list(free), "weight_decay": 0.0})
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
 

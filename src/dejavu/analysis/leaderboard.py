@@ -6,18 +6,14 @@ from pathlib import Path
 from rich.console import Console
 
 from dejavu.analysis.figures import density_vs_quality, sparsity_vs_quality
-from dejavu.analysis.heatmaps import selector_heat_map
+from dejavu.analysis.heatmaps import KINDS, MEASURES, selector_heat_map
 from dejavu.analysis.runs import Run, find_runs, load_runs
 from dejavu.analysis.tables import rich_table, selector_rank, write_table
 from dejavu.errors import DataError
 
 log = logging.getLogger("dejavu")
 
-HEAT_MAPS = {
-    "density": "density",
-    "recall_of_mass": "recall of mass",
-}
-KINDS = {"mlp": "neurons", "head": "heads"}
+HEAT_MAPS = ("density", "recall_of_mass")
 
 
 def leaderboard(root: Path | str) -> list[Path]:
@@ -52,7 +48,7 @@ def heat_map(runs: list[Run], kind: str, key: str, root: Path) -> Path:
         key=lambda run: (selector_rank(run.result["sparsity"]["selector"]), *requested(run), run.name),
     )
     rows = {label(run, shown): run.result["sparsity"]["measured"] for run in shown}
-    title = f"{HEAT_MAPS[key]} of {KINDS[kind]} per layer"
+    title = f"{MEASURES[key]} of {KINDS[kind]} per layer"
     return selector_heat_map(rows, f"{kind}_{key}_per_layer", title, root / f"{key}_{KINDS[kind]}.png")
 
 

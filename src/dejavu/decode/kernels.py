@@ -49,7 +49,6 @@ def neurons_part(units_N, mask_BN, x_BD, x_scale_B, w1, s1, b1, w2, s2, sums_BD,
         size = min(4, count - first)
         for g in range(4):  # a short last group reads its last row again, from the cache
             rows_g[g] = units_N[first + min(g, size - 1)]
-        live = False
         for b in range(batch):
             dot4(w1, s1, rows_g, x_BD[b], x_scale_B[b], out_g)
             for g in range(size):

@@ -103,16 +103,6 @@ def dot4(data_RC, scale_R, rows_g, vector_C, vector_scale, out_g):
 
 
 @njit(fastmath=True, error_model="numpy", cache=True)
-def dot(data_RC, scale_R, row, vector_C, vector_scale):
-    """One row times a vector."""
-    total = float32(0)
-    columns = data_RC.shape[1]
-    for first in range(0, columns, CHUNK):
-        total += chunk_dot(data_RC, row, vector_C, first, min(first + CHUNK, columns))
-    return total * scale_R[row] * vector_scale
-
-
-@njit(fastmath=True, error_model="numpy", cache=True)
 def add4(data_RC, rows_g, factors_g, out_C):
     """out += sum of four rows times their factors (scales included)."""
     r0, r1, r2, r3 = rows_g[0], rows_g[1], rows_g[2], rows_g[3]

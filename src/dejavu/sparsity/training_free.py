@@ -4,6 +4,7 @@ All read m_l, right before the MLP (tap `direct`), so their work cannot run besi
 only: heads stay whole. Shape suffixes: N tokens, D width, F neurons, R rank.
 """
 
+from abc import abstractmethod
 from typing import Protocol
 
 import torch
@@ -33,9 +34,9 @@ class FromWeights(Selector):
         assert choice.tap_ND is not None and choice.kind == "mlp", "heads stay whole: the budget sees to it"
         return self.estimate(choice.layer, self.anatomy.mlp_reads(choice.layer, choice.tap_ND))
 
+    @abstractmethod
     def estimate(self, layer: int, x_ND: Tensor) -> Tensor:
         """Importance of each neuron for the MLP's input x, (N, F)."""
-        raise NotImplementedError
 
 
 class Gate(FromWeights):

@@ -193,13 +193,11 @@ def test_the_engine_chooses_what_the_simulated_model_chooses(tap):
     class Listening(Predicted):
         def __call__(self, kind, layer, tap_BD):
             chosen = super().__call__(kind, layer, tap_BD)
-            seen[kind, layer, int(engine.length_B[0]) - 1] = (
-                set(chosen[0].tolist()),
-                self.scores(kind, layer, tap_BD)[0],
-            )
+            scores_BU, _ = self.scored(kind, layer, self.hidden(kind, layer, tap_BD))
+            seen[kind, layer, int(engine.length_B[0]) - 1] = set(chosen[0].tolist()), scores_BU[0].numpy()
             return chosen
 
-    engine = Engine(weights, Listening(weights, budget.mlp, budget.heads), tap=tap, window=WINDOW)
+    engine = Engine(weights, Listening(weights, budget, 2), tap=tap, window=WINDOW)
     decoded(engine, ids)
 
     class Simulated(Selector):
@@ -288,7 +286,7 @@ def test_a_data_loader_with_workers_works_after_the_kernels():
 def test_random_weights_decode(storage):
     shape = {"hidden_size": 64, "num_attention_heads": 4, "ffn_dim": 600, "num_hidden_layers": 2, "vocab_size": 512}
     weights = random_weights({**shape, "max_position_embeddings": 32}, storage, rank=8)
-    chooser = Predicted(weights, (150, 150), (1, 1))
+    chooser = Predicted(weights, Budget((150, 150), (1, 1)), 2)
     engine = Engine(weights, chooser)
     logits = engine.prefill(np.full((1, 8), 5))
     for _ in range(4):

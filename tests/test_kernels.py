@@ -1,4 +1,4 @@
-"""The kernels against plain PyTorch over random shapes and sets, in every storage type."""
+"""The kernels, through torch's operators, against plain PyTorch over random shapes and sets, in every storage type."""
 
 import numpy as np
 import pytest
@@ -6,18 +6,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dejavu.decode import kernels, reference
-from dejavu.decode.choosing import best
+from dejavu.decode import ops, reference
 from dejavu.decode.storage import STORAGES, pack, unpack
-from dejavu.decode.vectors import reading
-from dejavu.decode.weights import Projection
-from dejavu.errors import ConfigError, DataError
+from dejavu.decode.vectors import best, layer_norm
+from dejavu.decode.weights import Norm, Projection, matrix, normed, normed_matrix
+from dejavu.errors import ConfigError
 from dejavu.models.topk import top_k_mask
 
 # int8 vectors are rounded to 16 bits besides: a part in 65,000 of the largest, over a row.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-4, "int8": 2e-3}
 BATCHES = (1, 2, 3, 8)
-SHAPES = ((1, 1), (5, 700), (130, 33))
+THREADS = 2
 
 
 def projection(generator: torch.Generator, rows: int, columns: int, outputs: int, storage: str) -> Projection:
@@ -25,73 +24,96 @@ def projection(generator: torch.Generator, rows: int, columns: int, outputs: int
     return Projection(pack(weight, storage), torch.randn(outputs, generator=generator).numpy() * 0.1)
 
 
-def arguments(*parts: Projection) -> list[np.ndarray]:
-    return [array for part in parts for array in (part.rows.data_RC, part.rows.scale_R, part.bias)]
+def some_norm(generator: torch.Generator, width: int) -> Norm:
+    return Norm(*(torch.randn(width, generator=generator).numpy() for _ in range(2)), 1e-5)
 
 
-def some_units(data: st.DataObject, count: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
+def close(found: torch.Tensor, expected: torch.Tensor, storage: str) -> None:
+    torch.testing.assert_close(found, expected, atol=TOLERANCE[storage], rtol=TOLERANCE[storage])
+
+
+def beside(storage: str, predictor: tuple[Norm, Projection] | None = None, batch: int = 1) -> tuple:
+    """The arguments of a predictor's first half in another's work list, and where its result goes."""
+    if predictor is None:
+        none_RC = np.zeros((0, 1), pack(torch.ones(1, 1), storage).data_RC.dtype)
+        return *normed(None), none_RC, *normed(None)[:2], False, np.zeros((1, 0), np.float32)
+    return *normed_matrix(*predictor), True, np.empty((batch, len(predictor[1].bias)), np.float32)
+
+
+def some_units(data: st.DataObject, count: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A union of units and which sequence chose which: none, one, some, all."""
     size = data.draw(st.sampled_from(sorted({0, 1, count // 2, count})))
     random = np.random.default_rng(data.draw(st.integers(0, 99)))
     units = np.sort(random.permutation(count)[:size])
-    return units, random.random((batch, size)) < data.draw(st.sampled_from([0.3, 1.0]))
+    mask = random.random((batch, size)) < data.draw(st.sampled_from([0.3, 1.0]))
+    return torch.from_numpy(units), torch.from_numpy(mask)
+
+
+def run_mlp(x_BD, units, mask, norm, first, second, extra, skip=True) -> tuple[torch.Tensor, np.ndarray]:
+    x, (batch, width) = x_BD.clone(), x_BD.shape
+    sums, read = np.empty((THREADS, batch, width), np.float32), np.zeros((THREADS, 8), np.int64)
+    bound = ops.Bound(*normed_matrix(norm, first), *matrix(second), skip, sums, read, *extra)
+    ops.mlp(x, units, mask, bound.number)
+    return x, read.sum(0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.sampled_from(STORAGES), st.sampled_from(BATCHES), st.booleans())
+def test_mlp_equals_the_reference(data, storage, batch, skip):
+    width, count = data.draw(st.sampled_from([1, 7, 64, 515, 1100])), data.draw(st.sampled_from([1, 5, 64, 131]))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    first, second = (projection(generator, count, width, outputs, storage) for outputs in (count, width))
+    x_BD, norm = torch.randn(batch, width, generator=generator), some_norm(generator, width)
+    units, mask = some_units(data, count, batch)
+    predictor = (some_norm(generator, width), projection(generator, 9, width, 9, storage))
+    extra = data.draw(st.sampled_from([beside(storage), beside(storage, predictor, batch)]))
+    found, read = run_mlp(x_BD, units, mask, norm, first, second, extra, skip)
+    close(found, reference.mlp(x_BD, units, mask, norm, first, second), storage)
+    if extra[-1].size:
+        close(torch.from_numpy(extra[-1]), reference.project(x_BD, *predictor, relu=True), storage)
+    rows, bias = unpack(first.rows)[units], torch.from_numpy(first.bias)[units]
+    active = (torch.relu(reference.normed(x_BD, norm) @ rows.T + bias) * mask).gt(1e-2).any(0)
+    assert read[0] == len(units) and int(active.sum()) <= read[1] <= len(units)
+    assert skip or read[1] == len(units)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.data(), st.sampled_from(STORAGES), st.sampled_from(BATCHES))
-def test_neurons_equal_the_reference(data, storage, batch):
-    width, count = data.draw(st.sampled_from([1, 7, 64, 515, 1100])), data.draw(st.sampled_from([1, 5, 64, 131]))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    first = projection(generator, count, width, count, storage)
-    second = projection(generator, count, width, width, storage)
-    x_BD = torch.randn(batch, width, generator=generator)
-    units, mask = some_units(data, count, batch)
-    sums, read = np.empty((2, batch, width), np.float32), np.zeros((2, 2), np.int64)
-    h, scale = reading(x_BD.numpy(), None, storage)
-    kernels.neurons(units, mask, h, scale, *arguments(first), *arguments(second)[:2], sums, read)
-    expected = reference.neurons(torch.from_numpy(units), torch.from_numpy(mask), x_BD, first, second)
-    np.testing.assert_allclose(sums.sum(0), expected.numpy(), atol=TOLERANCE[storage], rtol=TOLERANCE[storage])
-    rows, bias = unpack(first.rows)[units], torch.from_numpy(first.bias)[units]
-    active = (torch.relu(x_BD @ rows.T + bias) * torch.from_numpy(mask)).gt(1e-3).any(0)
-    assert read[:, 0].sum() == len(units) and read[:, 1].sum() >= int(active.sum())
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.data(), st.sampled_from(STORAGES), st.sampled_from(BATCHES))
-def test_heads_equal_the_reference_and_catch_up_on_pending_positions(data, storage, batch):
+def test_attention_equals_the_reference_and_catches_up_on_pending_positions(data, storage, batch):
     count, size, width = data.draw(st.sampled_from([1, 3, 8])), data.draw(st.sampled_from([4, 10])), 33
     length, pending = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     parts = [projection(generator, count * size, width, count * size, storage) for _ in range(3)]
-    output = projection(generator, count * size, width, width, storage)
-    inputs = torch.randn(batch, length, width, generator=generator)
+    output, norm = projection(generator, count * size, width, width, storage), some_norm(generator, width)
+    x_BTD = torch.randn(batch, length, width, generator=generator)
     start = np.random.default_rng(0).integers(0, length, batch)
     units, mask = some_units(data, count, batch)
     window, known = 8, max(0, length - pending)
+    h_BTD = reference.normed(x_BTD, norm)
     keys, values = (np.zeros((batch, count, length, size), np.float32) for _ in range(2))
     for array, part in ((keys, parts[1]), (values, parts[2])):
-        every = inputs @ unpack(part.rows).T + torch.from_numpy(part.bias)
+        every = h_BTD @ unpack(part.rows).T + torch.from_numpy(part.bias)
         array[:, :, :known] = every.unflatten(-1, (count, size)).transpose(1, 2)[:, :, :known].numpy()
-    h, scales = reading(inputs.reshape(-1, width).numpy(), None, storage)
-    waiting = np.zeros((batch, window, width), h.dtype)
+    waiting = np.zeros((batch, window, width), np.int16 if storage == "int8" else np.float32)
     waiting_scale = np.ones((batch, window), np.float32)
-    for position in range(known, length):
-        waiting[:, position % window] = h.reshape(batch, length, width)[:, position]
-        waiting_scale[:, position % window] = scales.reshape(batch, length)[:, position]
-    filled = np.full((batch, count), known, np.int64)
-    sums, read = np.empty((2, batch, width), np.float32), np.zeros((2, 4), np.int64)
-    lengths = np.full(batch, length, np.int64)
-    kernels.heads(
-        units, mask, waiting, waiting_scale, start, lengths, filled, *arguments(*parts), *arguments(output)[:2], keys,
-        values, np.float32(size**-0.5), sums, read,
+    for b in range(batch):
+        for position in range(known, length - 1):  # the newest is put there by the kernel
+            h, slot = h_BTD[b, position].numpy(), position % window
+            scale = np.abs(h).max() / 32_767 if storage == "int8" else 1.0
+            waiting[b, slot], waiting_scale[b, slot] = np.rint(h / scale) if storage == "int8" else h, scale
+    filled, lengths = np.full((batch, count), known, np.int64), np.full(batch, length, np.int64)
+    sums, read = np.empty((THREADS, batch, width), np.float32), np.zeros((THREADS, 8), np.int64)
+    x, flushed = x_BTD[:, -1].clone(), data.draw(st.booleans())
+    bound = ops.Bound(
+        *normed_matrix(norm, parts[0]), *matrix(parts[1]), *matrix(parts[2]), *matrix(output), keys, values, waiting,
+        waiting_scale, start, lengths, filled, length if flushed else length + 1, 0, np.float32(size**-0.5), sums, read,
+        *beside(storage),
     )  # fmt: skip
-    expected = reference.heads(
-        torch.from_numpy(units), torch.from_numpy(mask), inputs, torch.from_numpy(start), *parts, output, size
-    )
-    np.testing.assert_allclose(sums.sum(0), expected.numpy(), atol=TOLERANCE[storage], rtol=TOLERANCE[storage])
-    chosen = int(mask.sum())
-    assert read[:, 0].sum() == chosen * size and read[:, 1].sum() == chosen * (length - known) * 2 * size
-    assert read[:, 2].sum() == len(units) * size
+    ops.attention(x, units, mask, bound.number)
+    close(x, reference.attention(x_BTD, units, mask, norm, *parts, output, torch.from_numpy(start), size), storage)
+    chosen, total = int(mask.sum()), read.sum(0)
+    assert total[0] == chosen * size and total[2] == len(units) * size
+    assert total[1] == (batch * count if flushed else chosen) * 2 * size and (filled == length).sum() >= chosen
 
 
 @settings(max_examples=30, deadline=None)
@@ -100,53 +122,73 @@ def test_heads_equal_the_reference_and_catch_up_on_pending_positions(data, stora
 )
 def test_project_equals_the_reference(storage, batch, shape, relu):
     generator = torch.Generator().manual_seed(batch)
-    part = projection(generator, *shape, shape[0], storage)
-    x = torch.randn(batch, shape[1], generator=generator)
-    h, scale = reading(x.numpy(), None, storage)
-    out = np.empty((batch, shape[0]), np.float32)
-    kernels.project(*arguments(part), h, scale, relu, 3, out)
-    expected = reference.project(part, x, relu).numpy()
-    np.testing.assert_allclose(out, expected, atol=TOLERANCE[storage], rtol=TOLERANCE[storage])
+    part, norm = projection(generator, *shape, shape[0], storage), some_norm(generator, shape[1])
+    x, out = torch.randn(batch, shape[1], generator=generator), torch.empty(batch, shape[0])
+    bound = ops.Bound(*normed_matrix(norm, part), relu, 3)
+    ops.project(x, out, bound.number)
+    close(out, reference.project(x, norm, part, relu), storage)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(STORAGES), st.sampled_from(BATCHES), st.sampled_from([(1, 1), (5, 700), (130, 33)]), st.booleans()
+)
+def test_choosing_equals_the_reference(storage, batch, shape, skip):
+    generator = torch.Generator().manual_seed(batch)
+    rank, units = shape
+    up = projection(generator, rank, units, units, storage)
+    hidden = torch.relu(torch.randn(batch, rank, generator=generator))
+    scores, chosen = torch.empty(batch, units), torch.empty(batch, (units + 1) // 2, dtype=torch.int64)
+    bound = ops.Bound(*matrix(up), 3, skip)
+    assert ops.choose(hidden, scores, chosen, bound.number)
+    close(scores, reference.scores(hidden, up), storage)
+    mask = torch.zeros(batch, units, dtype=torch.bool).scatter(1, chosen, True)
+    assert torch.equal(mask, top_k_mask(scores, chosen.shape[1]))
 
 
 @pytest.mark.parametrize("storage", STORAGES[:2])  # NaN has no place in 8 bits
 def test_rows_that_are_not_chosen_may_be_nan(storage):
     generator = torch.Generator().manual_seed(0)
     first, second = (projection(generator, 64, 48, n, storage) for n in (64, 48))
-    x = torch.randn(2, 48, generator=generator).numpy()
-    units, mask = np.array([3, 9, 40, 63]), np.ones((2, 4), bool)
-
-    def run() -> np.ndarray:
-        sums, read = np.empty((2, 2, 48), np.float32), np.zeros((2, 2), np.int64)
-        ones = np.ones(2, np.float32)
-        kernels.neurons(units, mask, x, ones, *arguments(first), *arguments(second)[:2], sums, read)
-        return sums
-
-    before = run()
+    x = torch.randn(2, 48, generator=generator)
+    units, mask = torch.tensor([3, 9, 40, 63]), torch.ones(2, 4, dtype=torch.bool)
+    before, _ = run_mlp(x, units, mask, None, first, second, beside(storage))
     others = np.setdiff1d(np.arange(64), units)
     nan = np.float32(np.nan) if storage == "float32" else np.uint16(0x7FC0)
     first.rows.data_RC[others], second.rows.data_RC[others] = nan, nan
     first.bias[others] = np.nan
-    assert np.array_equal(run(), before) and np.isfinite(before).all()
+    after, _ = run_mlp(x, units, mask, None, first, second, beside(storage))
+    assert torch.equal(after, before) and bool(torch.isfinite(before).all())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(1, 400), st.integers(0, 3), st.data())
-def test_top_k_is_exact_with_ties_to_the_lower_index(units, kind, data):
+def test_the_best_are_exact_with_ties_to_the_lower_index(units, kind, data):
     random = np.random.default_rng(data.draw(st.integers(0, 999)))
-    scores = random.integers(0, 4, (2, units)) if kind == 0 else random.standard_normal((2, units))
+    scores = random.integers(0, 4, units) if kind == 0 else random.standard_normal(units)
     scores = (np.maximum(scores, 0) if kind == 1 else scores).astype(np.float32)
-    k = data.draw(st.integers(1, units))
-    union, mask = best(scores, k)
-    chosen = np.zeros((2, units), bool)
-    chosen[:, union] = mask
-    assert np.array_equal(chosen, top_k_mask(torch.from_numpy(scores), k).numpy())
-    assert np.all(np.diff(union) > 0)
+    if kind == 2:
+        scores[random.random(units) < 0.3] = data.draw(st.sampled_from([-0.0, np.inf, -np.inf, -3e38, 3e38]))
+    chosen = np.empty(data.draw(st.integers(0, units)), np.int64)
+    assert best(scores, chosen) and np.all(np.diff(chosen) > 0)
+    mask = np.zeros(units, bool)
+    mask[chosen] = True
+    assert np.array_equal(mask, top_k_mask(torch.from_numpy(scores)[None], len(chosen))[0].numpy())
+
+
+def test_a_score_that_is_nan_is_told():
+    assert not best(np.array([1.0, np.nan, 2.0], np.float32), np.empty(1, np.int64))
+
+
+def test_a_norm_of_what_is_not_finite_is_not_finite():
+    norm = some_norm(torch.Generator().manual_seed(0), 64)
+    for bad in (np.nan, np.inf):
+        x = np.ones((1, 64), np.float32)
+        x[0, 9] = bad
+        assert np.isnan(layer_norm(x, norm.weight_D, norm.bias_D, norm.epsilon)).any()
 
 
 def test_what_cannot_be_right_is_refused():
-    with pytest.raises(DataError, match="NaN"):
-        best(np.array([[1.0, np.nan]], np.float32), 1)
     with pytest.raises(ConfigError, match=r"decode\.storage=int4 is not known"):
         pack(torch.ones(2, 2), "int4")
     with pytest.raises(ConfigError, match="not finite"):

@@ -1,61 +1,103 @@
 """Who says which units a token gets while decoding. Shapes: B sequences, D width, U units, N the union's units."""
 
+import zlib
 from collections.abc import Callable
 
-import numba
 import numpy as np
+import torch
+from torch import Tensor
 
-from dejavu.decode import kernels
-from dejavu.decode.vectors import reading
-from dejavu.decode.weights import PackedPredictor, Weights
+from dejavu.decode import ops
+from dejavu.decode.weights import Weights, matrix, normed_matrix
 from dejavu.errors import DataError
+from dejavu.models.topk import top_k_mask
+from dejavu.predictors.bundle import Bundle
+from dejavu.sparsity.budget import Budget
 
 Chosen = tuple[np.ndarray, np.ndarray]  # units of the batch's union, rising (N,); which sequence chose which (B, N)
-Chooser = Callable[[str, int, np.ndarray], Chosen | None]  # (kind, layer, tap_BD); None: all units
+Chooser = Callable[[str, int, Tensor], Chosen | None]  # (kind, layer, tap_BD); None: all units
 
 
 class Predicted:
     """Chooses by packed predictors: the k best units of each sequence."""
 
-    def __init__(
-        self, weights: Weights, mlp: tuple[int, ...], heads: tuple[int, ...], threads: int | None = None
-    ) -> None:
-        self.predictors, self.storage = weights.predictors, weights.storage
-        self.kept = {"mlp": mlp, "heads": heads}
-        self.units = {"mlp": weights.neurons, "heads": weights.heads}
-        self.threads = threads or numba.get_num_threads()
+    def __init__(self, weights: Weights, budget: Budget, threads: int, skip_zeros: bool = True) -> None:
+        self.weights, self.budget = weights, budget
+        self.halves = {
+            key: (
+                ops.Bound(*normed_matrix(predictor.norm, predictor.down), predictor.relu, threads),
+                ops.Bound(*matrix(predictor.up), threads, skip_zeros),
+            )
+            for key, predictor in weights.predictors.items()
+        }
+        self.ready: dict[tuple[str, int], Tensor] = {}  # first halves that ran beside a half block
 
-    def scores(self, kind: str, layer: int, tap_BD: np.ndarray) -> np.ndarray:
-        """Scores of all units, (B, units)."""
-        predictor: PackedPredictor = self.predictors[kind, layer]
-        h_BD, scale_B = reading(tap_BD, predictor.norm, self.storage)
-        hidden_BR = np.empty((len(tap_BD), predictor.down.rows.shape[0]), np.float32)
-        down, up = predictor.down, predictor.up
-        kernels.project(
-            down.rows.data_RC, down.rows.scale_R, down.bias, h_BD, scale_B, predictor.relu, self.threads, hidden_BR
-        )
-        r_BR, r_scale_B = reading(hidden_BR, None, self.storage)
-        scores_BU = np.empty((len(tap_BD), up.rows.shape[0]), np.float32)
-        kernels.project(up.rows.data_RC, up.rows.scale_R, up.bias, r_BR, r_scale_B, False, self.threads, scores_BU)
-        return scores_BU
+    def kept(self, kind: str, layer: int) -> int:
+        """Units of each token in a layer."""
+        return self.budget.of(kind)[layer]
 
-    def __call__(self, kind: str, layer: int, tap_BD: np.ndarray) -> Chosen | None:
-        kept = self.kept[kind][layer]
-        if kept == self.units[kind]:
+    def hidden(self, kind: str, layer: int, tap_BD: Tensor) -> Tensor:
+        """The first half's output, (B, R)."""
+        hidden_BR = torch.empty(len(tap_BD), self.weights.predictors[kind, layer].down.rows.shape[0])
+        ops.project(tap_BD, hidden_BR, self.halves[kind, layer][0].number)
+        return hidden_BR
+
+    def scored(self, kind: str, layer: int, hidden_BR: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores of all units (B, U) and the best of them (B, k). Raises DataError for NaN."""
+        batch = len(hidden_BR)
+        scores_BU = torch.empty(batch, self.weights.units(kind))
+        units_BK = torch.empty(batch, self.kept(kind, layer), dtype=torch.int64)
+        if not ops.choose(hidden_BR, scores_BU, units_BK, self.halves[kind, layer][1].number):
+            raise DataError(
+                f"the predictor of {kind} in layer {layer} gave NaN: check the model, the weights and the bundle"
+            )
+        return scores_BU, units_BK
+
+    def __call__(self, kind: str, layer: int, tap_BD: Tensor) -> Chosen | None:
+        if self.kept(kind, layer) == self.weights.units(kind):
             return None
-        return best(self.scores(kind, layer, tap_BD), kept)
+        hidden_BR = self.ready.pop((kind, layer), None)
+        hidden_BR = self.hidden(kind, layer, tap_BD) if hidden_BR is None else hidden_BR
+        return union(self.scored(kind, layer, hidden_BR)[1].numpy(), self.weights.units(kind))
 
 
-def best(scores_BU: np.ndarray, kept: int) -> Chosen:
-    """The `kept` best units of each row as a union and a mask. Raises DataError for NaN."""
-    batch, units = scores_BU.shape
-    found_BK, work_U = np.empty((batch, kept), np.int64), np.empty(units, np.float32)
-    for b in range(batch):
-        if kept and not kernels.top_k(scores_BU[b], kept, work_U, found_BK[b]):
-            raise DataError("a predictor gave NaN: check the weights and the bundle")
+class Fixed:
+    """The units of highest mean contribution, for every token the same."""
+
+    def __init__(self, bundle: Bundle, weights: Weights, budget: Budget) -> None:
+        self.units: dict[tuple[str, int], np.ndarray | None] = {}
+        for kind in ("mlp", "heads"):
+            for layer, kept in enumerate(budget.of(kind)):
+                mask_1U = top_k_mask(bundle.mean_contribution(kind, layer)[None], kept)
+                every = kept == weights.units(kind)
+                self.units[kind, layer] = None if every else np.flatnonzero(mask_1U[0].numpy())
+
+    def __call__(self, kind: str, layer: int, tap_BD: Tensor) -> Chosen | None:
+        units_N = self.units[kind, layer]
+        return None if units_N is None else (units_N, np.ones((len(tap_BD), len(units_N)), bool))
+
+
+class RandomSets:
+    """Fresh random sets for every token: the random selector, and what any choice costs when weights are random."""
+
+    def __init__(self, weights: Weights, budget: Budget, seed: int) -> None:
+        self.weights, self.budget = weights, budget
+        self.random = np.random.default_rng(zlib.crc32(str(seed).encode()))
+
+    def __call__(self, kind: str, layer: int, tap_BD: Tensor) -> Chosen | None:
+        units, kept = self.weights.units(kind), self.budget.of(kind)[layer]
+        if kept == units:
+            return None
+        each = [self.random.choice(units, kept, replace=False, shuffle=False) for _ in range(len(tap_BD))]
+        return union(np.sort(np.stack(each)), units)
+
+
+def union(units_BK: np.ndarray, units: int) -> Chosen:
+    """The sets of all sequences as one rising list, and which sequence chose which."""
+    batch, kept = units_BK.shape
     if batch == 1:
-        return found_BK[0], np.ones((1, kept), dtype=bool)
+        return units_BK[0], np.ones((1, kept), dtype=bool)
     chosen_BU = np.zeros((batch, units), dtype=bool)
-    np.put_along_axis(chosen_BU, found_BK, True, axis=1)
+    np.put_along_axis(chosen_BU, units_BK, True, axis=1)
     union_N = np.flatnonzero(chosen_BU.any(0))
     return union_N, chosen_BU[:, union_N]

@@ -1,283 +1,279 @@
-"""The engine's three parallel loops on a CPU: predictor, MLP half and attention half of a block, each one launch.
+"""The engine's loops on a CPU: predictor, MLP half and attention half of a block, output embedding.
 
 No barrier is needed inside a half block: a thread that has a neuron's activation adds that neuron's column of fc2 at
 once, and a thread that has a head's output adds its columns of out_proj. Each thread adds into a sum of its own; the
-sums are then added in the order of the threads, so the same number of threads gives the same bits.
+sums are then added in the order of the threads, so the same number of threads gives the same bits. A half block is one
+parallel launch, a predictor two.
 
-Shape suffixes: B sequences, D width, N chosen units (the union of the batch), U units, K head_dim, T positions,
-P threads, W pending positions. `mask_BN` says which sequence chose which unit.
+Shape suffixes: B sequences, D width, N chosen units (the union of the batch), U units, R rows, K head_dim, T positions,
+P threads, W pending positions. `mask_BN` says which sequence chose which unit. `w`, `s`, `b`: a stored matrix, the
+scales of its rows and a bias.
 """
 
 import numpy as np
 from numba import float32, njit, prange
+from numba.core.cpu_options import ParallelOptions
 
-from dejavu.decode.rows import add1, add4, dot4, quantised
+from dejavu.decode.rows import OPTIONS, add1, add4, dot4
+from dejavu.decode.vectors import add_partial, attend, best, layer_norm, operand
 
-OPTIONS = {"fastmath": True, "error_model": "numpy", "nogil": True, "cache": True}
-
-
-@njit(**OPTIONS)
-def add_units(data_RC, scale_R, rows_G, values_GB, count, sums_BD):
-    """sums[b] += sum over the first `count` rows of their value for b, four at a time; those without are skipped."""
-    batch = sums_BD.shape[0]
-    factors_g = np.empty(4, dtype=np.float32)
-    for first in range(0, count, 4):
-        if first + 4 <= count:
-            for b in range(batch):
-                for g in range(4):
-                    factors_g[g] = values_GB[first + g, b] * scale_R[rows_G[first + g]]
-                if factors_g[0] != 0 or factors_g[1] != 0 or factors_g[2] != 0 or factors_g[3] != 0:
-                    add4(data_RC, rows_G[first : first + 4], factors_g, sums_BD[b])
-        else:
-            for g in range(first, count):
-                for b in range(batch):
-                    if values_GB[g, b] != 0:
-                        add1(data_RC, rows_G[g], values_GB[g, b] * scale_R[rows_G[g]], sums_BD[b])
+# Numba would also spread array assignments over threads, each at the price of a launch.
+_NOT = ("comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion")
+PRANGE_ONLY = ParallelOptions(dict.fromkeys(_NOT, False) | {"prange": True})
+BUFFER = 64  # neurons whose activations wait to be added together
 
 
 @njit(**OPTIONS)
-def neurons_part(units_N, mask_BN, x_BD, x_scale_B, w1, s1, b1, w2, s2, sums_BD, read):
+def four(units_N, first, last):
+    """Four units from `first` on; past the last one it is named again, and its row then read from the cache."""
+    end = last - 1
+    return (
+        units_N[min(first, end)],
+        units_N[min(first + 1, end)],
+        units_N[min(first + 2, end)],
+        units_N[min(first + 3, end)],
+    )
+
+
+@njit(**OPTIONS)
+def neighbours(first, last):
+    """Four row numbers from `first` on, not past the last."""
+    end = last - 1
+    return min(first, end), min(first + 1, end), min(first + 2, end), min(first + 3, end)
+
+
+@njit(**OPTIONS)
+def some_rows(p, threads, x_BC, scale_B, w, s, bias, relu, out_BR):
+    """Thread p's share of out = W x + bias, optionally relu."""
+    count, groups = w.shape[0], (w.shape[0] + 3) // 4
+    for group in range(groups * p // threads, groups * (p + 1) // threads):
+        first = 4 * group
+        rows, after = neighbours(first, count), neighbours(first + 4, count)
+        for b in range(len(x_BC)):
+            found = dot4(w, s, rows, after, x_BC, b, scale_B[b])
+            for g in range(min(4, count - first)):
+                value = found[g] + bias[first + g]
+                out_BR[b, first + g] = max(value, float32(0)) if relu else value
+
+
+@njit(parallel=PRANGE_ONLY, **OPTIONS)
+def project(x_BC, scale_B, w, s, b, relu, threads, out_BR):
+    """out = W x + bias for all rows, optionally relu."""
+    for p in prange(threads):
+        some_rows(p, threads, x_BC, scale_B, w, s, b, relu, out_BR)
+
+
+@njit(**OPTIONS)
+def normed_project(x_BD, out_BR, norm_weight, norm_bias, epsilon, w, s, b, relu, threads):
+    """Rows times the normed vectors: the output embedding, a predictor's first half."""
+    h_BD, scale_B = operand(layer_norm(x_BD, norm_weight, norm_bias, epsilon), w)
+    project(h_BD, scale_B, w, s, b, relu, threads, out_BR)
+
+
+@njit(**OPTIONS)
+def add_units(w, s, rows_G, values_GB, count, first, last, skip, sums_BD):
+    """sums[b] += sum over the first `count` rows of their value for b, columns first to last; `skip`: not of zeros."""
+    whole = count - count % 4
+    for place in range(0, whole, 4):
+        rows, after = four(rows_G, place, count), four(rows_G, place + 4, count)
+        r0, r1, r2, r3 = rows
+        for b in range(len(sums_BD)):
+            factors = (
+                values_GB[place, b] * s[r0], values_GB[place + 1, b] * s[r1], values_GB[place + 2, b] * s[r2],
+                values_GB[place + 3, b] * s[r3],
+            )  # fmt: skip
+            if not skip or factors[0] != 0 or factors[1] != 0 or factors[2] != 0 or factors[3] != 0:
+                add4(w, rows, after, factors, first, last, sums_BD, b)
+    for place in range(whole, count):
+        for b in range(len(sums_BD)):
+            if not skip or values_GB[place, b] != 0:
+                add1(w, rows_G[place], values_GB[place, b] * s[rows_G[place]], first, last, sums_BD, b)
+
+
+@njit(parallel=PRANGE_ONLY, **OPTIONS)
+def score(hidden_BR, w, s, b, threads, skip, scores_BU):
+    """scores = W hidden + bias from the transposed matrix, each thread a stretch of units.
+
+    Half of a hidden vector is zero after its ReLU, and rows of zeros are not read.
+    """
+    batch, count = hidden_BR.shape
+    units, kept = w.shape[1], 0
+    rows_R, values_RB = np.empty(count, dtype=np.int64), np.empty((count, batch), dtype=np.float32)
+    for row in range(count):
+        live = not skip
+        for sequence in range(batch):
+            values_RB[kept, sequence] = hidden_BR[sequence, row]
+            live |= hidden_BR[sequence, row] != 0
+        rows_R[kept] = row
+        kept += live
+        if kept == count:
+            break
+    step = ((units + threads - 1) // threads + 63) // 64 * 64  # whole turns for all threads but the last
+    for p in prange(threads):
+        first, last = min(p * step, units), min((p + 1) * step, units)
+        for sequence in range(batch):
+            scores_BU[sequence, first:last] = b[first:last]
+        add_units(w, s, rows_R, values_RB, kept, first, last, skip, scores_BU)
+
+
+@njit(**OPTIONS)
+def choose(hidden_BR, scores_BU, units_BK, w, s, b, threads, skip):
+    """A predictor's second half: all units' scores, and the k best of each sequence. False when a score is NaN."""
+    score(hidden_BR, w, s, b, threads, skip, scores_BU)
+    fine = True
+    for row in range(len(hidden_BR)):
+        fine &= best(scores_BU[row], units_BK[row])
+    return fine
+
+
+@njit(**OPTIONS)
+def some_neurons(first, last, units_N, mask_BN, h_BD, scale_B, w1, s1, b1, w2, s2, skip, sums_BD, read):
     """One thread's neurons: rows of fc1, ReLU, rows of the transposed fc2 for those above zero.
 
     `read` counts rows of fc1 and of fc2 that were read.
     """
-    batch, count = mask_BN.shape
-    rows_G, values_GB = np.empty(64, dtype=np.int64), np.empty((64, batch), dtype=np.float32)
-    rows_g, out_g = np.empty(4, dtype=np.int64), np.empty(4, dtype=np.float32)
-    kept = 0
-    for first in range(0, count, 4):
-        size = min(4, count - first)
-        for g in range(4):  # a short last group reads its last row again, from the cache
-            rows_g[g] = units_N[first + min(g, size - 1)]
+    batch, width = sums_BD.shape
+    rows_G, values_GB, kept = np.empty(BUFFER, dtype=np.int64), np.empty((BUFFER, batch), dtype=np.float32), 0
+    for place in range(first, last, 4):
+        rows, after = four(units_N, place, last), four(units_N, place + 4, last)
+        size = min(4, last - place)
         for b in range(batch):
-            dot4(w1, s1, rows_g, x_BD[b], x_scale_B[b], out_g)
+            found = dot4(w1, s1, rows, after, h_BD, b, scale_B[b])
             for g in range(size):
-                value = out_g[g] + b1[rows_g[g]]
-                values_GB[kept + g, b] = value if value > 0 and mask_BN[b, first + g] else float32(0)
-        read[0] += size
+                value = found[g] + b1[rows[g]]
+                values_GB[kept + g, b] = value if value > 0 and mask_BN[b, place + g] else float32(0)
         target = kept
         for g in range(size):  # neurons at zero for every sequence need no row of fc2
-            live = False
+            live = not skip
             for b in range(batch):
-                live = live or values_GB[kept + g, b] != 0
-            if live:
-                rows_G[target] = rows_g[g]
-                for b in range(batch):
-                    values_GB[target, b] = values_GB[kept + g, b]
-                target += 1
+                live |= values_GB[kept + g, b] != 0
+                values_GB[target, b] = values_GB[kept + g, b]
+            rows_G[target] = rows[g]
+            target += live
         kept = target
-        if kept > 60:
-            add_units(w2, s2, rows_G, values_GB, kept, sums_BD)
+        if kept > BUFFER - 4:
+            add_units(w2, s2, rows_G, values_GB, kept, 0, width, skip, sums_BD)
             read[1] += kept
             kept = 0
-    add_units(w2, s2, rows_G, values_GB, kept, sums_BD)
+    add_units(w2, s2, rows_G, values_GB, kept, 0, width, skip, sums_BD)
+    read[0] += last - first
     read[1] += kept
 
 
-@njit(parallel=True, **OPTIONS)
-def neurons(units_N, mask_BN, x_BD, x_scale_B, w1, s1, b1, w2, s2, sums_PBD, read_P2):
-    """sum_{j in S} relu(W1[j] x + b1[j]) W2[:, j] for each sequence's own S, as one partial sum per thread."""
+@njit(parallel=PRANGE_ONLY, **OPTIONS)
+def mlp(
+    x_BD, units_N, mask_BN, norm_weight, norm_bias, epsilon, w1, s1, b1, w2, s2, b2, skip, sums_PBD, read_P2,
+    tap_weight, tap_bias, tap_epsilon, wd, sd, bd, relu, hidden_BR,
+):  # fmt: skip
+    """x += sum_{j in S} relu(W1[j] norm(x) + b1[j]) W2[:, j] + b2 for each sequence's own S.
+
+    `skip`: columns of fc2 of neurons at zero are not read (latency with random weights is measured without).
+    The arguments from `tap_weight` on are the first half of a predictor that reads x too; its rows stand in the same
+    work list (`decode.overlap`; none: no rows).
+    """
     threads, count = sums_PBD.shape[0], len(units_N)
+    h_BD, scale_B = operand(layer_norm(x_BD, norm_weight, norm_bias, epsilon), w1)
+    tap_BD, tap_scale_B = operand(
+        layer_norm(x_BD[: len(x_BD) if len(wd) else 0], tap_weight, tap_bias, tap_epsilon), wd
+    )
     for p in prange(threads):
         first, last = count * p // threads, count * (p + 1) // threads
         sums_PBD[p] = 0
-        neurons_part(
-            units_N[first:last], mask_BN[:, first:last], x_BD, x_scale_B, w1, s1, b1, w2, s2, sums_PBD[p], read_P2[p]
-        )
+        some_neurons(first, last, units_N, mask_BN, h_BD, scale_B, w1, s1, b1, w2, s2, skip, sums_PBD[p], read_P2[p])
+        some_rows(p, threads, tap_BD, tap_scale_B, wd, sd, bd, relu, hidden_BR)
+    add_partial(sums_PBD, b2, x_BD)
 
 
 @njit(**OPTIONS)
-def head_rows(data_RC, scale_R, bias_R, first_row, x_D, x_scale, out_K):
-    """out = the head_dim rows from `first_row` on, times x, plus bias."""
-    rows_g, out_g = np.empty(4, dtype=np.int64), np.empty(4, dtype=np.float32)
-    size = len(out_K)
-    for first in range(0, size, 4):
-        for g in range(4):
-            rows_g[g] = first_row + min(first + g, size - 1)
-        dot4(data_RC, scale_R, rows_g, x_D, x_scale, out_g)
-        for g in range(min(4, size - first)):
-            out_K[first + g] = out_g[g] + bias_R[first_row + first + g]
+def catch_up(first_row, begin, end, pending_WD, scale_W, w, s, bias, out_TK):
+    """A head's rows times its pending inputs at positions `begin` to `end`: its keys, or values, or newest query.
+
+    Rows outside, positions inside, so that a row is read once however many positions wait.
+    """
+    size, window = out_TK.shape[1], len(pending_WD)
+    last = first_row + size
+    for first in range(first_row, last, 4):
+        rows, after = neighbours(first, last), neighbours(first + 4, last)
+        slot = begin % window
+        for position in range(begin, end):
+            found = dot4(w, s, rows, after, pending_WD, slot, scale_W[slot])
+            for g in range(min(4, last - first)):
+                out_TK[position, first - first_row + g] = found[g] + bias[first + g]
+            slot = slot + 1 if slot + 1 < window else 0
 
 
 @njit(**OPTIONS)
-def catch_up(head, b, filled_BH, pending_BWD, pending_scale_BW, end, wk, sk, bk, wv, sv, bv, keys_TK, values_TK):
-    """K and V of a head at its positions from `filled` to `end`, from the inputs kept for them."""
-    size, window = keys_TK.shape[1], pending_BWD.shape[1]
-    for position in range(filled_BH[b, head], end):
-        slot = position % window
-        x_D, x_scale = pending_BWD[b, slot], pending_scale_BW[b, slot]
-        head_rows(wk, sk, bk, head * size, x_D, x_scale, keys_TK[position])
-        head_rows(wv, sv, bv, head * size, x_D, x_scale, values_TK[position])
-    rows = max(0, end - filled_BH[b, head]) * 2 * size
-    filled_BH[b, head] = max(filled_BH[b, head], end)
-    return rows
+def due(heads_N, mask_BN, filled_BH, length_B, period, offset):
+    """(sequence, head) pairs, (count, 2), that catch up without being chosen: all heads of a layer once a period."""
+    pairs = np.empty((filled_BH.size, 2), dtype=np.int64)
+    count = 0
+    for b in range(len(length_B)):
+        if (length_B[b] + offset) % period != 0:
+            continue
+        chosen_H = np.zeros(filled_BH.shape[1], dtype=np.bool_)
+        for n in range(len(heads_N)):
+            chosen_H[heads_N[n]] |= mask_BN[b, n]
+        for head in range(filled_BH.shape[1]):
+            if not chosen_H[head] and filled_BH[b, head] < length_B[b]:
+                pairs[count, 0], pairs[count, 1] = b, head
+                count += 1
+    return pairs[:count]
 
 
-@njit(**OPTIONS)
-def attend(query_K, keys_TK, values_TK, first, last, scaling, out_K, scores_T):
-    """softmax(q K' scaling) V over positions first to last."""
-    size = len(query_K)
-    largest = float32(-np.inf)
-    for t in range(first, last):
-        total = float32(0)
-        for k in range(size):
-            total += query_K[k] * keys_TK[t, k]
-        scores_T[t] = total * scaling
-        largest = max(largest, scores_T[t])
-    weight = float32(0)
-    out_K[:] = 0
-    for t in range(first, last):
-        share = np.exp(scores_T[t] - largest)
-        weight += share
-        for k in range(size):
-            out_K[k] += share * values_TK[t, k]
-    for k in range(size):
-        out_K[k] /= weight
-
-
-@njit(parallel=True, **OPTIONS)
-def heads(
-    heads_N, mask_BN, pending_BWD, pending_scale_BW, start_B, length_B, filled_BH, wq, sq, bq, wk, sk, bk, wv, sv, bv,
-    wo, so, keys_BHTK, values_BHTK, scaling, sums_PBD, read_P4,
+@njit(parallel=PRANGE_ONLY, **OPTIONS)
+def attention(
+    x_BD, heads_N, mask_BN, norm_weight, norm_bias, epsilon, wq, sq, bq, wk, sk, bk, wv, sv, bv, wo, so, bo,
+    keys_BHTK, values_BHTK, pending_BWD, pending_scale_BW, start_B, length_B, filled_BH, period, offset, scaling,
+    sums_PBD, read_P4, tap_weight, tap_bias, tap_epsilon, wd, sd, bd, relu, hidden_BR,
 ):  # fmt: skip
-    """sum_{h in A} W_o[:, h] head_h for each sequence's own A at its newest position, as one partial sum per thread.
+    """x += sum_{h in A} W_o[:, h] head_h + b_o for each sequence's own A at its newest position.
 
-    The newest position's input is already among the pending ones. Every chosen head first catches up on its keys and
-    values. `read` counts rows of q, k, v (k and v together) and o.
+    The newest normed input joins the pending ones. A chosen head first catches up on its keys and values; once in
+    `period` tokens all heads do. `read` counts rows of q, k and v together, and o. From `tap_weight` on: as in `mlp`.
     """
     threads, count, batch = sums_PBD.shape[0], len(heads_N), mask_BN.shape[0]
     size, window = keys_BHTK.shape[3], pending_BWD.shape[1]
+    h_BD, scale_B = operand(layer_norm(x_BD, norm_weight, norm_bias, epsilon), wq)
+    for b in range(batch):
+        slot = (length_B[b] - 1) % window
+        pending_BWD[b, slot] = h_BD[b]
+        pending_scale_BW[b, slot] = scale_B[b]
+    tap_BD, tap_scale_B = operand(
+        layer_norm(x_BD[: len(x_BD) if len(wd) else 0], tap_weight, tap_bias, tap_epsilon), wd
+    )
+    late = due(heads_N, mask_BN, filled_BH, length_B, period, offset)
     for p in prange(threads):
         sums_PBD[p] = 0
-        query_K, scores_T = np.empty(size, dtype=np.float32), np.empty(keys_BHTK.shape[2], dtype=np.float32)
+        query_TK, scores_T = np.empty((1, size), dtype=np.float32), np.empty(keys_BHTK.shape[2], dtype=np.float32)
         out_K = np.empty(size, dtype=np.float32)
-        rows_K, values_KB = np.empty(size, dtype=np.int64), np.zeros((size, batch), dtype=np.float32)
+        rows_K, values_KB = np.empty(size, dtype=np.int64), np.empty((size, batch), dtype=np.float32)
         for n in range(count * p // threads, count * (p + 1) // threads):
             head = heads_N[n]
             values_KB[:] = 0
             for b in range(batch):
                 if not mask_BN[b, n]:
                     continue
-                end = length_B[b]
+                begin, end = filled_BH[b, head], length_B[b]
                 keys_TK, values_TK = keys_BHTK[b, head], values_BHTK[b, head]
-                read_P4[p, 1] += catch_up(
-                    head, b, filled_BH, pending_BWD, pending_scale_BW, end, wk, sk, bk, wv, sv, bv, keys_TK, values_TK
-                )
-                slot = (end - 1) % window
-                head_rows(wq, sq, bq, head * size, pending_BWD[b, slot], pending_scale_BW[b, slot], query_K)
-                read_P4[p, 0] += size
-                attend(query_K, keys_TK, values_TK, start_B[b], end, scaling, out_K, scores_T)
+                catch_up(head * size, begin, end, pending_BWD[b], pending_scale_BW[b], wk, sk, bk, keys_TK)
+                catch_up(head * size, begin, end, pending_BWD[b], pending_scale_BW[b], wv, sv, bv, values_TK)
+                filled_BH[b, head] = end
+                catch_up(head * size, 0, 1, h_BD[b : b + 1], scale_B[b : b + 1], wq, sq, bq, query_TK)
+                attend(query_TK[0], keys_TK, values_TK, start_B[b], end, scaling, out_K, scores_T)
                 for k in range(size):
                     values_KB[k, b] = out_K[k]
+                read_P4[p, 0] += size
+                read_P4[p, 1] += 2 * size
             for k in range(size):
                 rows_K[k] = head * size + k
-            add_units(wo, so, rows_K, values_KB, size, sums_PBD[p])
+            add_units(wo, so, rows_K, values_KB, size, 0, wo.shape[1], True, sums_PBD[p])
             read_P4[p, 2] += size
-
-
-@njit(parallel=True, **OPTIONS)
-def flush(
-    filled_BH, pending_BWD, pending_scale_BW, length_B, wk, sk, bk, wv, sv, bv, keys_BHTK, values_BHTK, read_P
-):  # fmt: skip
-    """Every head of every sequence catches up, so that no pending input is needed any more."""
-    threads, (batch, count) = len(read_P), filled_BH.shape
-    for p in prange(threads):
-        for head in range(count * p // threads, count * (p + 1) // threads):
-            for b in range(batch):
-                read_P[p] += catch_up(
-                    head, b, filled_BH, pending_BWD, pending_scale_BW, length_B[b], wk, sk, bk, wv, sv, bv,
-                    keys_BHTK[b, head], values_BHTK[b, head],
-                )  # fmt: skip
-
-
-@njit(parallel=True, **OPTIONS)
-def project(data_RC, scale_R, bias_R, x_BC, x_scale_B, relu, threads, out_BR):
-    """out[b] = W x[b] + bias for all rows, optionally relu: the two halves of a predictor, the output embedding."""
-    count, batch = data_RC.shape[0], x_BC.shape[0]
-    for p in prange(threads):
-        rows_g, out_g = np.empty(4, dtype=np.int64), np.empty(4, dtype=np.float32)
-        first, last = count * p // threads, count * (p + 1) // threads
-        for row in range(first, last, 4):
-            size = min(4, last - row)
-            for g in range(4):
-                rows_g[g] = row + min(g, size - 1)
-            for b in range(batch):
-                dot4(data_RC, scale_R, rows_g, x_BC[b], x_scale_B[b], out_g)
-                for g in range(size):
-                    value = out_g[g] + bias_R[row + g]
-                    out_BR[b, row + g] = max(value, float32(0)) if relu else value
-
-
-@njit(**OPTIONS)
-def add_partial(sums_PBD, bias_D, out_BD):
-    """out += bias and the threads' sums, in their order."""
-    for b in range(out_BD.shape[0]):
-        for d in range(out_BD.shape[1]):
-            total = sums_PBD[0, b, d]
-            for p in range(1, sums_PBD.shape[0]):
-                total += sums_PBD[p, b, d]
-            out_BD[b, d] += total + bias_D[d]
-
-
-@njit(error_model="numpy", cache=True)
-def layer_norm(x_BD, weight_D, bias_D, epsilon, out_BD):
-    """LayerNorm of each row, sums in float64."""
-    width = x_BD.shape[1]
-    for b in range(x_BD.shape[0]):
-        mean, square = 0.0, 0.0
-        for d in range(width):
-            mean += x_BD[b, d]
-        mean /= width
-        for d in range(width):
-            square += (x_BD[b, d] - mean) ** 2
-        factor = 1.0 / np.sqrt(square / width + epsilon)
-        for d in range(width):
-            out_BD[b, d] = float32((x_BD[b, d] - mean) * factor) * weight_D[d] + bias_D[d]
-
-
-@njit(error_model="numpy", cache=True)
-def quantised_rows(x_BD, out_BD, scale_B):
-    """Each row in 16 bits, for int8 weights."""
-    for b in range(x_BD.shape[0]):
-        scale_B[b] = quantised(x_BD[b], out_BD[b])
-
-
-@njit(error_model="numpy", cache=True)
-def top_k(scores_U, k, work_U, units_k):
-    """The k units of largest score in rising order, ties to the lower index, without sorting: quickselect on a copy.
-
-    Returns False when a score is NaN.
-    """
-    count = len(scores_U)
-    for u in range(count):
-        if scores_U[u] != scores_U[u]:
-            return False
-        work_U[u] = scores_U[u]
-    low, high, target = 0, count - 1, k - 1  # the k-th largest ends up at `target`
-    while low < high:
-        pivot, left, right = work_U[(low + high) // 2], low, high
-        while left <= right:
-            while work_U[left] > pivot:
-                left += 1
-            while work_U[right] < pivot:
-                right -= 1
-            if left <= right:
-                work_U[left], work_U[right] = work_U[right], work_U[left]
-                left += 1
-                right -= 1
-        if target <= right:
-            high = right
-        elif target >= left:
-            low = left
-        else:
-            break
-    cut, above = work_U[target], 0
-    for u in range(count):
-        above += scores_U[u] > cut
-    tied, found = k - above, 0
-    for u in range(count):
-        if scores_U[u] > cut or (scores_U[u] == cut and tied > 0):
-            tied -= scores_U[u] == cut
-            units_k[found] = u
-            found += 1
-    return True
+        for pair in range(len(late) * p // threads, len(late) * (p + 1) // threads):
+            b, head = late[pair, 0], late[pair, 1]
+            begin, end = filled_BH[b, head], length_B[b]
+            catch_up(head * size, begin, end, pending_BWD[b], pending_scale_BW[b], wk, sk, bk, keys_BHTK[b, head])
+            catch_up(head * size, begin, end, pending_BWD[b], pending_scale_BW[b], wv, sv, bv, values_BHTK[b, head])
+            filled_BH[b, head] = end
+            read_P4[p, 1] += 2 * size
+        some_rows(p, threads, tap_BD, tap_scale_B, wd, sd, bd, relu, hidden_BR)
+    add_partial(sums_PBD, bo, x_BD)

@@ -69,11 +69,16 @@ def unpack(rows: Rows) -> Tensor:
 
 
 def in_large_pages(array: np.ndarray) -> np.ndarray:
-    """A copy in memory that is asked to lie in pages of 2 MB: rows read at random then seldom miss the page table."""
-    size = max(array.nbytes, 1)
-    memory = mmap.mmap(-1, -(-size // HUGE_PAGE) * HUGE_PAGE if size >= HUGE_PAGE else size)
-    if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    copy = np.frombuffer(memory, dtype=array.dtype, count=array.size).reshape(array.shape)
+    """A copy in memory that lies in pages of 2 MB where the system has them: rows read at random miss no page table.
+
+    The copy starts on such a page, since a page that is only partly its own stays in pages of 4 kB.
+    """
+    if array.nbytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return np.array(array, order="C")
+    size = -(-array.nbytes // HUGE_PAGE) * HUGE_PAGE + HUGE_PAGE
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory gets no large pages
+    start = -np.frombuffer(memory, np.uint8, 1).ctypes.data % HUGE_PAGE
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    copy = np.frombuffer(memory, dtype=array.dtype, count=array.size, offset=start).reshape(array.shape)
     copy[...] = array
     return copy

@@ -18,6 +18,7 @@ from dejavu.models.anatomy import KINDS
 from dejavu.predictors.network import Predictor
 
 Vector = np.ndarray
+NOTHING = np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,21 @@ class Projection:
 
     rows: Rows
     bias: Vector
+
+
+def matrix(part: Projection) -> tuple[np.ndarray, ...]:
+    """A projection as kernels take it: stored rows, their scales, bias."""
+    return part.rows.data_RC, part.rows.scale_R, part.bias
+
+
+def normed(norm: Norm | None) -> tuple[Any, ...]:
+    """A norm as kernels take it; none has no weights."""
+    return (NOTHING, NOTHING, 0.0) if norm is None else (norm.weight_D, norm.bias_D, norm.epsilon)
+
+
+def normed_matrix(norm: Norm | None, part: Projection) -> tuple[Any, ...]:
+    """A norm and the projection that reads it."""
+    return (*normed(norm), *matrix(part))
 
 
 @dataclass(frozen=True)
@@ -57,7 +73,7 @@ class PackedPredictor:
 
     norm: Norm | None
     down: Projection  # (R, D)
-    up: Projection  # (units, R)
+    up: Projection  # transposed, (R, units)
     relu: bool
 
 
@@ -148,7 +164,7 @@ def pack_predictor(predictor: Predictor, storage: str) -> PackedPredictor:
     return PackedPredictor(
         norm=norm(predictor.norm) if isinstance(predictor.norm, nn.LayerNorm) else None,
         down=projection(predictor.down, storage, free=False),
-        up=projection(predictor.up, storage, free=False),
+        up=projection(predictor.up, storage, free=False, transposed=True),
         relu=isinstance(predictor.activation, nn.ReLU),
     )
 
@@ -184,7 +200,7 @@ def random_weights(architecture: dict[str, Any], storage: str, rank: int, seed: 
     units = {"mlp": neurons, "heads": heads}
     predictors = {
         (kind, layer): PackedPredictor(
-            plain_norm(), linear(rank, width, rank), linear(units[kind], rank, units[kind]), relu=True
+            plain_norm(), linear(rank, width, rank), linear(rank, units[kind], units[kind]), relu=True
         )
         for kind in KINDS
         for layer in range(layers)

@@ -1,0 +1,63 @@
+"""From a config to an engine: what is checked first, what is kept of the model, which predictors are packed."""
+
+import numpy as np
+import pytest
+from bundles import untrained_bundle
+from tiny import tiny_opt
+
+from dejavu.decode.build import make_engine
+from dejavu.errors import ConfigError, DataError
+from dejavu.models.families import anatomy
+from dejavu.models.load import LoadedModel, fingerprint
+from dejavu.schema import Config, Decode, Sparsity
+
+
+def loaded(**overrides) -> LoadedModel:
+    model = tiny_opt(**overrides)
+    return LoadedModel("tiny", model, None, anatomy(model))
+
+
+def config(selector: str = "predictor", **sparsity) -> Config:
+    return Config(sparsity=Sparsity(selector, **sparsity), decode=Decode(storage="float32"))
+
+
+@pytest.fixture(scope="module")
+def last_layer(tmp_path_factory):
+    """A bundle with predictors of layer 1 alone."""
+    return untrained_bundle(tiny_opt(), tmp_path_factory.mktemp("bundle") / "bundle", layers=[1])
+
+
+def test_a_bundle_is_checked_although_the_weights_are_freed(last_layer):
+    own, model = loaded(), tiny_opt()
+    make_engine(own, config(ratio=0.5, dense_layers=[0]), last_layer)
+    assert own.model.model.decoder.layers[0].fc1.weight.numel() == 0
+    assert own.fingerprint == fingerprint(model), "what a record says is of the whole model"
+    assert own.parameters == sum(parameter.numel() for parameter in model.parameters())
+    with pytest.raises(DataError, match="was trained on other weights"):
+        make_engine(loaded(seed=1), config(ratio=0.5), last_layer)
+
+
+def test_a_layer_without_predictors_is_named_and_may_stay_dense(last_layer):
+    with pytest.raises(DataError, match="has predictors for the layers 1 and not for 0"):
+        make_engine(loaded(), config(ratio=0.5), last_layer)
+    engine = make_engine(loaded(), config(ratio=0.5, dense_layers=[0]), last_layer)
+    engine.prefill(np.full((3, 9), 5))
+    engine.step(np.array([5, 6, 7]))
+    assert engine.counters.used_per_layer == {"mlp": [3 * 64, 3 * 32], "heads": [3 * 4, 3 * 2]}
+    assert set(engine.weights.predictors) == {("mlp", 1), ("heads", 1)}
+
+
+@pytest.mark.parametrize("selector", ["predictor", "static", "random"])
+def test_nobody_chooses_where_nothing_is_left_out(selector, last_layer):
+    assert make_engine(loaded(), config(selector, ratio=0.0), last_layer).chooser is None
+
+
+def test_what_the_engine_does_not_have_is_refused():
+    with pytest.raises(DataError, match="selector=static needs predictors=DIR"):
+        make_engine(loaded(), config("static"), None)
+    with pytest.raises(ConfigError, match="has no selector oracle"):
+        make_engine(loaded(), config("oracle"), None)
+    with pytest.raises(ConfigError, match="rule=topk so far, not threshold"):
+        make_engine(loaded(), config("predictor", rule="threshold"), None)
+    with pytest.raises(ConfigError, match="takes logits from the input embedding and tiny has another"):
+        make_engine(loaded(tie_word_embeddings=False), config("dense"), None)

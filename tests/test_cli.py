@@ -55,6 +55,14 @@ def dejavu(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.
         (["train", "runs=nowhere"], "no cache for opt-tiny in nowhere: run `dejavu collect` first"),
         (["evaluate", "predictors=nowhere"], "predictors=nowhere holds no complete bundle"),
         (["evaluate", "-m", "sparsity.mlp=0.1,0.2"], "a multirun must name its predictors"),
+        (["evaluate", "backend=kernel"], "backend=kernel decodes, so it needs sparsity.positions=decode, not all"),
+        (
+            ["evaluate", "backend=kernel", "sparsity.positions=decode", "sparsity.selector=oracle"],
+            "backend=kernel has no selector oracle, which needs every unit computed",
+        ),
+        (["generate"], "no bundle for opt-tiny in runs: run `dejavu train` first or name one with predictors=DIR"),
+        (["generate", "sparsity.selector=oracle"], "choose one of dense, predictor, static, random"),
+        (["generate", "generate.top_k=0"], "generate.top_k=0 is out of range"),
         (["evalute"], "did you mean evaluate?"),
     ],
 )

@@ -131,10 +131,17 @@ def job(stage: str, composed: DictConfig) -> str:
     if multirun and config.tracking.group is None:
         config.tracking.group = folder.parent.name
 
+    ran = False
+
     def body(run: Run) -> None:  # imported only if there is something to do
+        nonlocal ran
+        ran = True
         importlib.import_module(f"dejavu.stages.{stage}").run(run)
 
-    return str(execute(stage, body, config, folder, inputs, overrides)["config_hash"])
+    record = execute(stage, body, config, folder, inputs, overrides)
+    if stage == "generate" and not ran:  # what was said then is what was asked for
+        print(config.generate.prompt + record["text"])
+    return str(record["config_hash"])
 
 
 def run_folder(stage: str, config: Config, inputs: dict[str, str | None], overrides: list[str], multirun: bool) -> Path:

@@ -23,6 +23,10 @@ ENCODINGS = ("auto", "sparse", "top", "dense")
 TASK_KINDS = ("rolling", "token_perplexity", "continuation", "lm_eval")
 BENCHMARKS = ("winogrande", "openbookqa", "wikitext", "c4", "piqa", "copa", "rte", "cb", "lambada_openai")
 CORPORA = ("pydocs", "wikitext", "c4", "openbookqa", "mixture", "opt-tiny-text")
+BACKENDS = ("simulate", "kernel")
+KERNEL_SELECTORS = ("dense", "predictor", "static", "random")
+STORAGES = ("float32", "bfloat16", "int8")
+CONTENDERS = ("hf-eager", "hf-compile", "ctranslate2", "dejavu")
 TRACKING_MODES = ("offline", "online", "off")
 
 
@@ -133,6 +137,37 @@ class Evaluation:
 
 
 @dataclass
+class Decode:
+    storage: str = "bfloat16"
+    kv: str = "lazy"
+    window: int = 16
+    threads: int | None = None
+    overlap: bool = False
+    crossover: float = 0.9
+
+
+@dataclass
+class Generate:
+    prompt: str = "The standard library"
+    new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    ignore_end: bool = False
+
+
+@dataclass
+class Benchmark:
+    contenders: list[str] = field(default_factory=lambda: list(CONTENDERS))
+    storages: list[str] = field(default_factory=lambda: list(STORAGES))
+    ratios: list[float] = field(default_factory=lambda: [0.5, 0.75, 0.9])
+    prompts: list[int] = field(default_factory=lambda: [128, 512, 1024])
+    new_tokens: int = 8
+    repeats: int = 5
+    memory_gb: float | None = None
+
+
+@dataclass
 class Tracking:
     mode: str = "offline"
     project: str = "dejavu"
@@ -157,6 +192,9 @@ class Config:
     pretrain: Pretrain = field(default_factory=Pretrain)
     tasks: Tasks = field(default_factory=Tasks)
     evaluation: Evaluation = field(default_factory=Evaluation)
+    decode: Decode = field(default_factory=Decode)
+    generate: Generate = field(default_factory=Generate)
+    benchmark: Benchmark = field(default_factory=Benchmark)
     tracking: Tracking = field(default_factory=Tracking)
     pipeline: Pipeline = field(default_factory=Pipeline)
     device: str = "auto"
@@ -210,7 +248,9 @@ def check(config: Config) -> None:
     sparsity, predictor, trainer, corpus = config.sparsity, config.predictor, config.trainer, config.corpus
     one_of("device", config.device, DEVICES)
     one_of("dtype", config.dtype, DTYPES)
-    one_of("backend", config.backend, ("simulate",))
+    one_of("backend", config.backend, BACKENDS)
+    one_of("decode.storage", config.decode.storage, STORAGES)
+    one_of("decode.kv", config.decode.kv, ("lazy", "all"))
     one_of("sparsity.selector", sparsity.selector, SELECTORS)
     one_of("sparsity.rule", sparsity.rule, RULES)
     one_of("sparsity.positions", sparsity.positions, POSITIONS)
@@ -228,6 +268,12 @@ def check(config: Config) -> None:
             if value is not None:
                 within(f"sparsity.{key}", value, 0, 1, "the fraction that is NOT computed")
     within("sparsity.fraction", sparsity.fraction, 0, 1, "the share of positions, from the end, that run sparse")
+    for ratio in config.benchmark.ratios:
+        within("benchmark.ratios", ratio, 0, 1, "the fraction that is NOT computed")
+    for storage in config.benchmark.storages:
+        one_of("benchmark.storages", storage, STORAGES)
+    for contender in config.benchmark.contenders:
+        one_of("benchmark.contenders", contender, CONTENDERS)
     for ratio in config.pipeline.ratios:
         within("pipeline.ratios", ratio, 0, 1, "the fraction that is NOT computed")
     for selector in config.pipeline.selectors:
@@ -247,7 +293,18 @@ def check(config: Config) -> None:
         "trainer.batch_tokens": trainer.batch_tokens, "trainer.learning_rate": trainer.learning_rate,
         "trainer.checkpoint_steps": trainer.checkpoint_steps, "trainer.patience": trainer.patience,
         "evaluation.calibration_tokens": config.evaluation.calibration_tokens,
+        "decode.window": config.decode.window, "decode.threads": config.decode.threads,
+        "generate.new_tokens": config.generate.new_tokens, "generate.top_k": config.generate.top_k,
+        "benchmark.new_tokens": config.benchmark.new_tokens, "benchmark.repeats": config.benchmark.repeats,
+        "benchmark.memory_gb": config.benchmark.memory_gb,
+        "benchmark.prompts": min(config.benchmark.prompts, default=0),
     }  # fmt: skip
+    within("decode.crossover", config.decode.crossover, 0, 1, "the share of a layer's units above which it runs whole")
+    if config.generate.top_p is not None:
+        within("generate.top_p", config.generate.top_p, 1e-9, 1, "the probability that the tokens left share")
+    within("generate.temperature", config.generate.temperature, 0, 100, "0 for greedy, else what logits are divided by")
+    if config.backend == "kernel":
+        check_kernel(sparsity)
     for name, task in config.tasks.run.items():
         one_of(f"tasks.run.{name}.kind", task.kind, TASK_KINDS)
         one_of(f"tasks.run.{name}.corpus", task.corpus, BENCHMARKS if task.kind == "lm_eval" else CORPORA)
@@ -255,6 +312,17 @@ def check(config: Config) -> None:
     for key, value in positive.items():
         if value is not None and value <= 0:
             raise ConfigError(f"{key}={value} is out of range: it must be above 0")
+
+
+def check_kernel(sparsity: Sparsity) -> None:
+    """Raise ConfigError for a selector or rule that the engine that decodes does not have."""
+    if sparsity.selector not in KERNEL_SELECTORS:
+        raise ConfigError(
+            f"backend=kernel has no selector {sparsity.selector}, which needs every unit computed: choose one of "
+            f"{', '.join(KERNEL_SELECTORS)}, or backend=simulate"
+        )
+    if sparsity.rule != "topk":
+        raise ConfigError(f"backend=kernel knows sparsity.rule=topk so far, not {sparsity.rule}: use backend=simulate")
 
 
 def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -13,7 +13,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from rich.progress import Progress
 
 from dejavu.corpora.blocks import token_ids
-from dejavu.evaluation.scoring import Request, Scored, Scorer
+from dejavu.evaluation.scoring import Request, Scored, Scoring
 from dejavu.tracking.run import interactive
 
 # Warnings about arguments that a loaded model ignores and about defaults of metrics that are not used here.
@@ -21,12 +21,12 @@ logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
 
 class DejaVuLM(HFLM):
-    """lm-eval's interface over a `Scorer`. A document is scored after exactly one separator (`</s>` for OPT).
+    """lm-eval's interface over a back end. A document is scored after exactly one separator (`</s>` for OPT).
 
     `stock_bos` does in rolling tasks what stock lm-eval does: its own prefix token, and whatever the tokenizer adds.
     """
 
-    def __init__(self, scorer: Scorer, stock_bos: bool = False) -> None:
+    def __init__(self, scorer: Scoring, stock_bos: bool = False) -> None:
         loaded = scorer.loaded
         self.stock_bos = stock_bos
         super().__init__(

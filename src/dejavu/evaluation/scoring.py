@@ -7,8 +7,10 @@ Shape suffixes: B requests in a batch, T positions, D width, V vocabulary, N = B
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -41,6 +43,22 @@ class Scored:
     greedy: bool
 
 
+class Scoring(Protocol):
+    """What tasks and lm-eval's adapter need of a back end: `Scorer` here, `decoded.EngineScorer`."""
+
+    @property
+    def loaded(self) -> LoadedModel: ...
+    @property
+    def sparse(self) -> bool: ...
+    @property
+    def sparse_token_share(self) -> float: ...
+    @property
+    def reads(self) -> dict[str, Any] | None: ...
+    def attached(self) -> AbstractContextManager[None]: ...
+    def measured(self) -> dict[str, Any]: ...
+    def score(self, requests: Sequence[Request], advance: Callable[[int], None] = ...) -> list[Scored]: ...
+
+
 @dataclass
 class Scorer:
     """Scores requests with a model, sparsified or not, and keeps count of how many scored tokens ran sparse."""
@@ -57,6 +75,42 @@ class Scorer:
     def sparse_token_share(self) -> float:
         """Scored tokens whose producing position ran sparse in at least one layer / scored tokens."""
         return self.sparse_tokens / self.scored_tokens if self.scored_tokens else 0.0
+
+    @property
+    def sparse(self) -> bool:
+        """Whether any unit of any layer may be left out."""
+        return self.sparsifier is not None and self.sparsifier.touches_anything
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Scoring happens within: the sparsifier hooks into the model and goes afterwards."""
+        if self.sparsifier is None:
+            yield
+            return
+        with self.sparsifier.attached():
+            yield
+
+    def measured(self) -> dict[str, Any]:
+        """Densities and share, and per layer density, recall of mass and recall; thresholds where there are some."""
+        if self.sparsifier is None:
+            return {"mlp_density": 1.0, "head_density": 1.0, "body_density": 1.0, "sparse_token_share": 0.0}
+        sparsifier = self.sparsifier
+        found: dict[str, Any] = {**sparsifier.density.measured(), "sparse_token_share": self.sparse_token_share}
+        for kind, name in (("mlp", "mlp"), ("heads", "head")):
+            found[f"{name}_density_per_layer"] = sparsifier.density.per_layer(kind)
+            for quantity, values in sparsifier.recall.per_layer(kind).items():
+                found[f"{name}_{quantity}_per_layer"] = values
+        if sparsifier.thresholds:
+            found["thresholds"] = {f"{kind}.{layer}": cut for (kind, layer), cut in sparsifier.thresholds.items()}
+        return found
+
+    @property
+    def reads(self) -> dict[str, Any] | None:
+        """{rank, tap} of a selector that computes from a tap of its own; None for others."""
+        selector = None if self.sparsifier is None else self.sparsifier.selector
+        if selector is None or selector.own_tap is None:
+            return None
+        return {"rank": getattr(selector, "rank", None), "tap": selector.own_tap}
 
     @torch.inference_mode()
     def score(self, requests: Sequence[Request], advance: Callable[[int], None] = lambda count: None) -> list[Scored]:

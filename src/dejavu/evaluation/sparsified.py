@@ -7,8 +7,10 @@ import torch
 
 from dejavu.corpora.blocks import encode_documents, pack
 from dejavu.corpora.sources import documents
+from dejavu.decode.build import make_engine
 from dejavu.errors import ConfigError, DataError
-from dejavu.evaluation.scoring import Scorer
+from dejavu.evaluation.decoded import EngineScorer
+from dejavu.evaluation.scoring import Scorer, Scoring
 from dejavu.models.contribution import Contributions
 from dejavu.models.load import LoadedModel
 from dejavu.predictors.bundle import Bundle
@@ -18,6 +20,16 @@ from dejavu.sparsity.budget import make_budget
 from dejavu.sparsity.layers import Sparsifier
 from dejavu.sparsity.selectors import Oracle, Predicted, Prompt, Random, Selector, Static, Tokens
 from dejavu.sparsity.training_free import Gate, LowRank, SignBits
+
+
+def make_scoring(loaded: LoadedModel, config: Config, bundle: Bundle | None) -> Scoring:
+    """What scores a config's tasks: the engine that decodes for backend=kernel, else the masked model, calibrated."""
+    if config.backend == "kernel":
+        engine = make_engine(loaded, config, bundle)
+        return EngineScorer(loaded, engine, config.batch_size)
+    scorer = make_scorer(loaded, config, bundle)
+    calibrate_thresholds(scorer, config)
+    return scorer
 
 
 def make_scorer(loaded: LoadedModel, config: Config, bundle: Bundle | None) -> Scorer:

@@ -23,13 +23,13 @@ from dejavu.evaluation.adapter import DejaVuLM
 from dejavu.evaluation.continuation import continuation_questions
 from dejavu.evaluation.official import official_task, sample_rows
 from dejavu.evaluation.official import scored_documents as official_documents
-from dejavu.evaluation.scoring import Request, Scorer
+from dejavu.evaluation.scoring import Request, Scoring
 from dejavu.schema import Config, Corpus, Task
 
 MAX_BLOCK = 2048
 
 
-def run_task(name: str, task: Task, config: Config, scorer: Scorer) -> pd.DataFrame:
+def run_task(name: str, task: Task, config: Config, scorer: Scoring) -> pd.DataFrame:
     """Samples of one task: columns task, document and those that its metrics read."""
     limit, root = task_limit(task, config.tasks.limit), data_folder(config)
     if task.kind == "lm_eval":
@@ -78,7 +78,7 @@ def data_folder(config: Config) -> Path | None:
 
 
 def rolling(
-    name: str, task: Task, held_out: Sequence[Document], limit: int | None, scorer: Scorer
+    name: str, task: Task, held_out: Sequence[Document], limit: int | None, scorer: Scoring
 ) -> list[dict[str, Any]]:
     """Log-likelihood of each document, in the order of their hashes (so that `limit` takes a fixed random part)."""
     chosen = sorted(held_out, key=lambda document: document.hash)[:limit]
@@ -108,7 +108,7 @@ def rolling(
 
 
 def continuation(
-    name: str, task: Task, held_out: Sequence[Document], limit: int | None, scorer: Scorer
+    name: str, task: Task, held_out: Sequence[Document], limit: int | None, scorer: Scoring
 ) -> list[dict[str, Any]]:
     """Whether the true continuation is the likeliest; without its context when `with_context` is off."""
     questions = continuation_questions(
@@ -141,7 +141,7 @@ def continuation(
 
 
 def evaluate_rows(
-    name: str, generated: list[dict[str, Any]], config: dict[str, Any], scorer: Scorer
+    name: str, generated: list[dict[str, Any]], config: dict[str, Any], scorer: Scoring
 ) -> list[dict[str, Any]]:
     """lm-eval's samples, in the order of the rows given."""
     dataset = datasets.Dataset.from_list(generated)
@@ -158,7 +158,7 @@ def evaluate_rows(
 
 
 def lm_eval_samples(
-    task: ConfigurableTask, limit: int | None, scorer: Scorer, stock_bos: bool = False
+    task: ConfigurableTask, limit: int | None, scorer: Scoring, stock_bos: bool = False
 ) -> list[dict[str, Any]]:
     """Run a task through lm-eval; its samples in the order of its rows."""
     name = str(task.config.task)
@@ -167,7 +167,7 @@ def lm_eval_samples(
     return sorted(results["samples"][name], key=lambda sample: sample["doc_id"])
 
 
-def token_perplexity(texts: Sequence[str], limit: int | None, scorer: Scorer) -> list[dict[str, Any]]:
+def token_perplexity(texts: Sequence[str], limit: int | None, scorer: Scoring) -> list[dict[str, Any]]:
     """Log-likelihood of each block; the first token of a block is its context."""
     loaded = scorer.loaded
     length = min(loaded.anatomy.context, MAX_BLOCK)

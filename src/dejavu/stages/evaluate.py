@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from dejavu.analysis.heatmaps import layer_heat_map
 from dejavu.corpora.documents import Document, corpus_hash
 from dejavu.errors import DataError
 from dejavu.evaluation.metrics import measure, metric_names, paired
-from dejavu.evaluation.scoring import Scorer
-from dejavu.evaluation.sparsified import calibrate_thresholds, make_scorer
+from dejavu.evaluation.scoring import Scorer, Scoring
+from dejavu.evaluation.sparsified import make_scoring
 from dejavu.evaluation.tasks import note, run_task, scored_documents
 from dejavu.models.load import LoadedModel, load_model
 from dejavu.models.memory import keep_freed_memory
@@ -36,12 +35,16 @@ def run(run: Run, loaded: LoadedModel | None = None) -> None:
     scored = {name: scored_documents(task, config) for name, task in config.tasks.run.items()}
     for name, texts in scored.items():
         refuse_training_text(name, texts, config, bundle)
-    scorer = make_scorer(loaded, config, bundle)
-    calibrate_thresholds(scorer, config)
+    # First, since the engine takes the model's weights. Only the simulated dense model is its own reference.
+    own = config.sparsity.selector == "dense" and config.backend == "simulate"
+    dense = None if own else dense_reference(loaded, config, None)
+    scorer = make_scoring(loaded, config, bundle)
     samples = score_tasks(scorer, config)
-    measured = measured_sparsity(scorer, config)
-    dense = samples if config.sparsity.selector == "dense" else None
-    dense = dense_reference(loaded, config, dense)
+    refuse_nothing_sparse(scorer, config)
+    measured = scorer.measured()
+    if "ms_per_token" in measured:  # differs from run to run, so it is no part of what was measured of the sparsity
+        run.record["timing"] = {"ms_per_token": measured.pop("ms_per_token")}
+    dense = dense_reference(loaded, config, samples) if dense is None else dense
     by_rename(run.folder / "samples.parquet", lambda path: samples.to_parquet(path, index=False))
     mlp, heads = requested_ratios(config.sparsity)
     run.record |= {
@@ -53,7 +56,7 @@ def run(run: Run, loaded: LoadedModel | None = None) -> None:
             # What `prompt` chooses from runs whole, whatever the config says.
             "positions": "decode" if config.sparsity.selector == "prompt" else config.sparsity.positions,
         },
-        "predictor": reads(scorer, bundle),
+        "predictor": scorer.reads if bundle is None else {key: bundle.config[key] for key in ("rank", "tap")},
         "corpora": {name: corpus_hash(texts) for name, texts in scored.items()},
         "metrics": {
             name: metrics_of(samples, dense, name, task, note(task, config, len(scored[name])))
@@ -61,47 +64,25 @@ def run(run: Run, loaded: LoadedModel | None = None) -> None:
         },
     }
     run.wandb.table("samples", samples.groupby("task", sort=False).head(config.evaluation.samples))
-    if scorer.sparsifier is not None and scorer.sparsifier.touches_anything:
+    if scorer.sparse:
         run.wandb.image("layers", layer_heat_map(measured, run.folder / "layers.png"))
     run.say(summary(run.record))
 
 
-def score_tasks(scorer: Scorer, config: Config) -> pd.DataFrame:
+def score_tasks(scorer: Scoring, config: Config) -> pd.DataFrame:
     """Samples of all tasks, in the order of the config."""
-    with nullcontext() if scorer.sparsifier is None else scorer.sparsifier.attached():
+    with scorer.attached():
         parts = [run_task(name, task, config, scorer) for name, task in config.tasks.run.items()]
     return pd.concat(parts, ignore_index=True)
 
 
-def measured_sparsity(scorer: Scorer, config: Config) -> dict[str, Any]:
-    """Densities and the share of scored tokens that ran sparse. A task asked to be sparse that was not is an error."""
-    if scorer.sparsifier is None:
-        return {"mlp_density": 1.0, "head_density": 1.0, "body_density": 1.0, "sparse_token_share": 0.0}
-    share = scorer.sparse_token_share
-    if share == 0 and scorer.sparsifier.touches_anything:
+def refuse_nothing_sparse(scorer: Scoring, config: Config) -> None:
+    """Raise DataError when a sparse evaluation was asked for and no scored token ran sparse."""
+    if scorer.sparse and scorer.sparse_token_share == 0:
         raise DataError(
             f"sparsity.positions={config.sparsity.positions} leaves no scored token sparse, so the result would be the "
             "dense model's: choose another value"
         )
-    sparsifier = scorer.sparsifier
-    measured: dict[str, Any] = {**sparsifier.density.measured(), "sparse_token_share": share}
-    for kind, name in (("mlp", "mlp"), ("heads", "head")):
-        measured[f"{name}_density_per_layer"] = sparsifier.density.per_layer(kind)
-        for quantity, values in sparsifier.recall.per_layer(kind).items():
-            measured[f"{name}_{quantity}_per_layer"] = values
-    if sparsifier.thresholds:
-        measured["thresholds"] = {f"{kind}.{layer}": value for (kind, layer), value in sparsifier.thresholds.items()}
-    return measured
-
-
-def reads(scorer: Scorer, bundle: Bundle | None) -> dict[str, Any] | None:
-    """{rank, tap} of what the selector computes from, where it computes from a tap at all."""
-    if bundle is not None:
-        return {"rank": bundle.config["rank"], "tap": bundle.config["tap"]}
-    selector = None if scorer.sparsifier is None else scorer.sparsifier.selector
-    if selector is None or selector.own_tap is None:
-        return None
-    return {"rank": getattr(selector, "rank", None), "tap": selector.own_tap}
 
 
 def dense_reference(loaded: LoadedModel, config: Config, samples: pd.DataFrame | None) -> pd.DataFrame:

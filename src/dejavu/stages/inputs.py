@@ -8,7 +8,7 @@ from dejavu.corpora.available import check_available, check_benchmark
 from dejavu.errors import ConfigError, DataError
 from dejavu.models.packaged import packaged_file
 from dejavu.predictors.manifest import bundle_id, read_bundle_config
-from dejavu.schema import Config
+from dejavu.schema import Config, check_kernel
 
 log = logging.getLogger("dejavu")
 
@@ -17,13 +17,19 @@ STAGES = {  # name -> (what it does, inputs it reads)
     "collect": ("record taps and contributions of a dense model on a corpus", ()),
     "train": ("train predictors of heads and neurons from a cache", ("cache",)),
     "evaluate": ("score tasks with a sparsified model", ("bundle",)),
+    "generate": ("decode a prompt with the engine that reads only the chosen rows", ("bundle",)),
+    "benchmark": ("time tokens, dense and sparse, beside other engines and the memory's floor", ("bundle",)),
     "doctor": ("say what this machine has and where a config's model and data would come from", ()),
     "pipeline": ("collect, train and evaluate a grid of ratios and selectors, then table and picture", ()),
 }
 
 
 def check_data(stage: str, config: Config) -> None:
-    """Raise DataError at once when the stage's text is neither in `data_root` nor to be had from the hub."""
+    """Raise DataError at once when the stage's text is neither in `data_root` nor to be had from the hub.
+
+    Raises ConfigError for a stage that could not do anything with this config.
+    """
+    check_backend(stage, config)
     root = None if config.data_root is None else Path(config.data_root)
     if stage in ("collect", "pipeline", "pretrain"):
         check_available(config.corpus.name, "train", root, config.corpus.hub)
@@ -40,8 +46,21 @@ def check_data(stage: str, config: Config) -> None:
     if stage == "evaluate" and config.sparsity.rule == "threshold" and config.sparsity.selector != "dense":
         check_available(config.corpus.name, "train", root, config.corpus.hub)
     model = config.model
-    if stage in ("collect", "evaluate", "pipeline") and model.path is None and model.package and model.gguf:
+    if stage in ("collect", "evaluate", "generate", "pipeline") and model.path is None and model.package and model.gguf:
         packaged_file(model.package, model.gguf)
+
+
+def check_backend(stage: str, config: Config) -> None:
+    """Raise ConfigError for a stage that the config's back end cannot serve."""
+    sparsity, kernel = config.sparsity, config.backend == "kernel"
+    if stage == "generate":
+        check_kernel(sparsity)
+    if stage == "benchmark" and not kernel:
+        raise ConfigError(
+            f"dejavu benchmark measures backend=kernel: backend={config.backend} masks a dense model and has no speed"
+        )
+    if stage == "evaluate" and kernel and sparsity.selector != "dense" and sparsity.positions != "decode":
+        raise ConfigError(f"backend=kernel decodes, so it needs sparsity.positions=decode, not {sparsity.positions}")
 
 
 def resolve_inputs(stage: str, config: Config) -> dict[str, str | None]:
@@ -54,7 +73,8 @@ def resolve_inputs(stage: str, config: Config) -> dict[str, str | None]:
     if "cache" in needed:
         config.cache = str(_found(config, config.cache, "cache"))
         ids["cache"] = cache_id(Path(config.cache))
-    if "bundle" in needed and config.sparsity.selector in ("predictor", "static"):
+    random = config.model.random_init and stage == "benchmark"  # whose predictors are random too
+    if "bundle" in needed and config.sparsity.selector in ("predictor", "static") and not random:
         config.predictors = str(_found(config, config.predictors, "bundle"))
         ids["bundle"] = bundle_id(Path(config.predictors))
     return ids

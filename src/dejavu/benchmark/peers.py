@@ -1,0 +1,99 @@
+"""Which contenders a config asks for, and the settings in which each peer is tried before it is measured."""
+
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+from dejavu.benchmark.floor import BYTES, shape_of, terms
+from dejavu.errors import ConfigError
+from dejavu.predictors.network import default_rank
+from dejavu.schema import Config
+
+Spec = dict[str, Any]
+OVERHEAD_MB = 900  # of a process that has imported torch
+
+
+def specs(
+    config: Config, source: str | None, architecture: dict[str, Any], threads: int, choose: Callable[[list[Spec]], Spec]
+) -> list[Spec]:
+    """One spec for each process; `choose` picks a peer's best setting. Peers come in the order of the config."""
+    found = []
+    for family in config.benchmark.contenders:
+        for group in settings(family, config):
+            candidates = [{**base(config, source, architecture, threads), "family": family, **one} for one in group]
+            for spec in candidates:
+                spec["memory_mb"] = memory_mb(spec)
+            found.append(choose(candidates))
+    return found
+
+
+def settings(family: str, config: Config) -> list[list[dict[str, Any]]]:
+    """For each storage of a family the settings to try."""
+    benchmark = config.benchmark
+    dense = [{"mlp": 0.0, "heads": 0.0}]
+    if family == "dejavu":
+        sparse = [{"mlp": ratio, "heads": ratio} for ratio in benchmark.ratios]
+        return [[{"storage": storage, "variants": dense + sparse}] for storage in benchmark.storages]
+    if family == "ctranslate2":
+        # Its own choice of matrix library, and Intel's.
+        environments: tuple[dict[str, str], ...] = ({}, {"CT2_USE_MKL": "1"})
+        return [
+            [
+                {"storage": storage, "compute_type": kind, "environment": values, "variants": dense,
+                 "label": f" {kind}{' MKL' if values else ''}"}
+                for kind in kinds for values in environments
+            ]
+            for storage, kinds in (("float32", ("float32",)), ("int8", ("int8", "int8_float32")))
+        ]  # fmt: skip
+    attentions = ("sdpa", "eager") if family == "hf-eager" else ("sdpa",)
+    return [
+        [{"storage": storage, "attention": kind, "variants": dense, "label": f" {kind}"} for kind in attentions]
+        for storage in ("float32", "bfloat16")
+    ]
+
+
+def base(config: Config, source: str | None, architecture: dict[str, Any], threads: int) -> Spec:
+    """What all specs share."""
+    decode = config.decode
+    return {
+        "source": source,
+        "architecture": architecture,
+        "threads": threads,
+        "environment": {},
+        "seed": config.seed,
+        "bundle": config.predictors if source is not None else None,
+        "rank": config.predictor.rank or default_rank(architecture["hidden_size"]),
+        "decode": {"kv": decode.kv, "window": decode.window, "overlap": decode.overlap},
+    }
+
+
+def memory_mb(spec: Spec) -> float:
+    """About what a process takes; while a model is read from a folder it is there in float32 too."""
+    shape = shape_of(spec["architecture"])
+    rank = spec["rank"] if spec["family"] == "dejavu" else None
+    weights = terms(shape, spec["storage"], 0, 0, None, 0, 0).total
+    weights += 0 if rank is None else terms(shape, spec["storage"], 0.5, 0.5, rank, 0, 0).predictors
+    if spec["family"] == "ctranslate2":
+        weights += shape.vocabulary * shape.width * BYTES[spec["storage"]]  # its head is not tied
+    if spec["source"] is not None:
+        weights += terms(shape, "float32", 0, 0, None, 0, 0).total
+    return OVERHEAD_MB + weights / (1 << 20)
+
+
+def refuse_missing(family: str) -> None:
+    """Raise ConfigError for a peer that this machine lacks."""
+    if family == "ctranslate2" and find_spec("ctranslate2") is None:
+        raise ConfigError("ctranslate2 is not installed: pip install 'dejavu[peers]'")
+    if family == "hf-compile" and not any(map(which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):
+        raise ConfigError("torch.compile needs a C++ compiler, and there is none on this machine")
+
+
+def available_mb() -> float:
+    """Memory that is free for use, less a reserve for the system."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable"):
+            return int(line.split()[1]) / 1024 * 0.92
+    raise ConfigError("this system does not say how much memory it has: set benchmark.memory_gb")

@@ -1,0 +1,227 @@
+"""`dejavu benchmark`: bytes and floors, contenders, workers and their failures, the table; never a speed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from tiny import tiny_opt
+
+from dejavu.benchmark import peers, report
+from dejavu.benchmark.contenders import CTranslate2, DejaVu, HuggingFace, hugging_face_model
+from dejavu.benchmark.ctranslate2_files import convert, write_random
+from dejavu.benchmark.engines import FreshSets, engines
+from dejavu.benchmark.floor import Shape, largest_cache, shape_of, terms
+from dejavu.benchmark.measure import Times, measure, waves, worker
+from dejavu.decode.weights import Weights, random_weights
+from dejavu.errors import ConfigError, DataError
+from dejavu.schema import Config
+from dejavu.sparsity.budget import Budget
+
+TINY = {
+    "model_type": "opt", "hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "ffn_dim": 64, "vocab_size": 96, "max_position_embeddings": 64,
+}  # fmt: skip
+DENSE, SPARSE = {"mlp": 0.0, "heads": 0.0}, {"mlp": 0.75, "heads": 0.5}
+PROMPT = [5, 9, 33, 7, 60]
+
+
+def spec(family: str = "dejavu", storage: str = "float32", **values: object) -> dict[str, object]:
+    """A spec over the tiny shape."""
+    found = peers.base(Config(), None, TINY, 1) | {"family": family, "storage": storage, "variants": [DENSE]}
+    return {**found, "rank": 4, "attention": "eager", "compute_type": storage, "memory_mb": 500.0, **values}
+
+
+def stored_bytes(weights: Weights) -> int:
+    """Bytes of all rows of a model's body."""
+    parts = [
+        part.rows
+        for block in weights.blocks
+        for part in (block.queries, block.keys, block.values, block.output, block.first, block.second)
+    ]
+    return sum(rows.bytes_per_row * rows.shape[0] for rows in parts)
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8"])
+def test_terms_are_the_bytes_that_are_stored(storage):
+    weights = random_weights(TINY, storage, rank=4)
+    found = terms(shape_of(TINY), storage, 0, 0, None, 10, 4)
+    assert found.body == stored_bytes(weights) and found.predictors == 0
+    assert found.embedding == weights.embedding.bytes_per_row * 96
+    assert found.cache == 2 * 10 * 32 * 2 * 4  # layers, positions, width, keys and values, bytes
+    sparse = terms(shape_of(TINY), storage, 0.75, 0.75, 4, 0, 4)
+    assert sparse.body == pytest.approx(found.body / 4)
+    halves = [
+        (half.rows, predictor) for predictor in weights.predictors.values() for half in (predictor.down, predictor.up)
+    ]
+    assert sparse.predictors == sum(rows.bytes_per_row * rows.shape[0] for rows, _ in halves)
+    assert sparse.total == sparse.body + sparse.predictors + sparse.embedding + sparse.cache
+
+
+def test_terms_of_opt_1_3b_are_the_ones_in_the_cost_model():
+    found = terms(Shape(2048, 24, 32, 8192, 50_272), "bfloat16", 0.75, 0.75, 256, 0, 4)
+    assert [round(part / 1e9, 2) for part in (found.body, found.predictors, found.embedding)] == [0.6, 0.15, 0.21]
+    assert found.floor_ms(17) == pytest.approx(57, abs=1)
+
+
+def test_waves_hold_what_fits_together():
+    specs = [{"memory_mb": size} for size in (400, 500, 300, 2000, 100)]
+    assert [[each["memory_mb"] for each in wave] for wave in waves(specs, 1000)] == [[400, 500], [300], [2000], [100]]
+
+
+def test_hugging_face_decodes_its_own_greedy_tokens():
+    model = tiny_opt()
+    contender = HuggingFace(model, compiled=False)
+    contender.start(PROMPT, room=8)
+    tokens = [contender.token]
+    for _ in range(6):
+        assert len(contender.decode(1)) == 1
+        tokens.append(contender.token)
+    expected = model.generate(torch.tensor([PROMPT]), max_new_tokens=7, do_sample=False, eos_token_id=-1)
+    assert tokens == expected[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+def test_random_peers_are_finite_and_of_their_type(storage):
+    model = hugging_face_model(spec("hf-eager", storage))
+    assert model.dtype == getattr(torch, storage) and model.lm_head.weight is model.model.decoder.embed_tokens.weight
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+    contender = HuggingFace(model, compiled=False)
+    assert contender.start(PROMPT, 4) > 0 and len(contender.decode(3)) == 3
+
+
+@pytest.mark.parametrize("storage", ["float32", "int8"])
+def test_ctranslate2_reads_random_weights_and_waits_between_turns(tmp_path, storage):
+    write_random(shape_of(TINY), 64, tmp_path / "model", storage, seed=0)
+    contender = CTranslate2(tmp_path / "model", storage, threads=1)
+    for _ in range(2):
+        assert contender.start(PROMPT, room=12) > 0
+        assert len(contender.decode(4)) == len(contender.decode(4)) == 4 and contender.moments.empty()
+
+
+def test_ctranslate2_converts_a_model_and_says_the_same(tmp_path):
+    model = tiny_opt(vocab_size=96)
+    model.save_pretrained(tmp_path / "source")
+    convert(str(tmp_path / "source"), tmp_path / "model", "float32")
+    generator = CTranslate2(tmp_path / "model", "float32", threads=1).generator
+    scores = generator.forward_batch([[f"t{token}" for token in PROMPT]])
+    found = torch.from_numpy(np.array(scores))
+    torch.testing.assert_close(found, model(torch.tensor([PROMPT])).logits, atol=1e-3, rtol=1e-3)
+
+
+def test_a_vocabulary_that_ctranslate2_would_pad_is_refused(tmp_path):
+    odd = spec("ctranslate2", architecture={**TINY, "vocab_size": 99})
+    with pytest.raises(DataError, match="multiple of 8, not 99"), worker(odd):
+        pass
+
+
+def test_variants_share_a_prompt_and_decode_as_if_each_had_read_it():
+    first, second = engines(spec(variants=[DENSE, SPARSE]))
+    first.start(PROMPT, 8)
+    second.adopt(first)
+    alone = engines(spec(variants=[SPARSE]))[0]
+    alone.start(PROMPT, 8)
+    for contender in (second, alone):
+        assert isinstance(contender, DejaVu) and len(contender.decode(4)) == 4
+    torch.testing.assert_close(second.logits, alone.logits, atol=1e-5, rtol=1e-5)
+    used = second.engine.counters.used
+    assert used == {"mlp": 4 * 2 * 16, "heads": 4 * 2 * 2}
+    assert second.engine.counters.rows["fc2"] == used["mlp"], "random weights are measured without skipping zeros"
+
+
+def test_random_sets_are_fresh_for_every_token():
+    weights = random_weights(TINY, "float32", rank=4)
+    chooser = FreshSets(weights, Budget((16, 16), (2, 2)), 1, seed=0)
+    sets = [tuple(chooser("mlp", 0, torch.ones(1, 32))[0]) for _ in range(20)]
+    assert len(set(sets)) > 15 and all(len(each) == 16 for each in sets)
+
+
+def test_contenders_take_turns_and_failures_become_rows():
+    said = []
+    specs = [spec(variants=[DENSE, SPARSE]), spec(storage="int8", memory_mb=9e9)]
+    results = measure(specs, [8], 2, 3, 4000.0, 0, lambda: 10.0, said.append)
+    rows = report.frame(results, "tiny-random", 2, 3)
+    assert sorted(rows["contender"]) == ["dejavu-dense", "dejavu-dense", "dejavu-sparse"]
+    assert [len(times.each) for times in results if times.failure is None] == [6, 6]
+    failed = rows[rows["ms_per_token"].isna()]
+    assert len(failed) == 1 and failed["note"].str.contains("GB, 3.9 are there").all()
+    assert any("int8" in line for line in said)
+    assert (rows["floor_ms"][rows["ms_per_token"].notna()] == "cache-resident").all()
+
+
+def test_a_worker_that_dies_is_told():
+    with worker(spec()) as process:
+        process.process.kill()
+        with pytest.raises(DataError, match="ran out of memory"):
+            process.ask(do="decode", variant=0, tokens=1)
+
+
+def test_a_peer_that_is_missing_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(peers, "which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"torch\.compile needs a C\+\+ compiler"):
+        peers.refuse_missing("hf-compile")
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'dejavu\[peers\]'"):
+        peers.refuse_missing("ctranslate2")
+
+
+def sample_rows() -> pd.DataFrame:
+    """Times of a made-up run over OPT-1.3B's shape."""
+    architecture = {**TINY, "hidden_size": 2048, "num_hidden_layers": 24, "ffn_dim": 8192, "num_attention_heads": 32}
+    times = [
+        Times(spec("hf-eager", "bfloat16", architecture=architecture), DENSE, 128, 900.0, [240.0] * 4, [20.0], 3000.0),
+        Times(spec("ctranslate2", "int8", architecture=architecture), DENSE, 128, 800.0, [200.0] * 4, [20.0], 2000.0),
+        Times(spec("dejavu", "int8", architecture=architecture), SPARSE, 128, 5.0, [40.0, 50.0, 60.0], [20.0], 2000.0),
+        Times(spec("dejavu", "bfloat16", architecture=architecture), SPARSE, 128, 5.0, [80.0] * 4, [20.0], 2000.0),
+        Times(spec("hf-eager", "float32", architecture=architecture), DENSE, 128, failure="ran out of memory"),
+    ]
+    return report.frame(times, "opt-1.3b-random", 2, 2)
+
+
+def test_the_table_has_its_columns_and_compares_like_with_like(tmp_path):
+    rows = sample_rows()
+    assert list(rows.columns[:22]) == [
+        "contender", "model", "storage", "selector", "mlp", "heads", "prompt_tokens", "batch", "ms_per_token",
+        "ms_per_token_q1", "ms_per_token_q3", "first_token_ms", "bytes_per_token", "floor_ms", "peak_memory_mb",
+        "threads", "kv", "overlap", "rank", "new_tokens", "repeats", "bandwidth_gb_s",
+    ]  # fmt: skip
+    assert rows["floor_ms"].iloc[0] == pytest.approx(rows["bytes_per_token"].iloc[0] / 20e6)
+    lines = report.headlines(rows)
+    assert any("int8" in line and "4.00 times as fast as ctranslate2 int8 (200.0 ms)" in line for line in lines)
+    assert any("bfloat16" in line and "3.00 times as fast as hf-eager bfloat16" in line for line in lines)
+    report.write(rows, tmp_path)
+    assert (tmp_path / "latency.png").stat().st_size > 10_000
+    page = tmp_path / "page.md"
+    page.write_text("# Speed\n<!-- x: begin -->\nold\n<!-- x: end -->\nrest\n")
+    report.main([str(tmp_path), str(page), "x"])
+    text = page.read_text()
+    assert "old" not in text and text.endswith("rest\n") and "| dejavu-sparse | int8 | 75 % | 128 | 50.0" in text
+    assert "did not run" in text
+    with pytest.raises(DataError, match="once each"):
+        report.main([str(tmp_path), str(page), "y"])
+
+
+def test_the_last_cache_is_found():
+    assert 1 << 18 <= largest_cache() <= 1 << 32
+
+
+def test_the_command_measures_and_writes_its_files(tmp_path):
+    command = [
+        sys.executable, "-c", "from dejavu.cli import main; main()", "benchmark", "model.random_init=true",
+        "benchmark.contenders=[dejavu]", "benchmark.storages=[float32]", "benchmark.ratios=[0.75]",
+        "benchmark.prompts=[8]", "benchmark.new_tokens=1", "benchmark.repeats=2", f"run_dir={tmp_path / 'run'}",
+        "tracking=off",
+    ]  # fmt: skip
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert [row["contender"] for row in record["metrics"]["benchmark"]].count("dejavu-sparse") == 1
+    rows = pd.read_csv(tmp_path / "run" / "benchmark.csv")
+    assert rows["ms_per_token"].notna().all() and set(rows["selector"]) == {"dense", "random"}
+    refused = subprocess.run([*command, "backend=simulate"], capture_output=True, text=True, cwd=root)
+    assert refused.returncode == 1 and "masks a dense model and has no speed" in refused.stderr

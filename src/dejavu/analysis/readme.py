@@ -1,7 +1,7 @@
 """Tables of README and docs, written from runs' files: `python -m dejavu.analysis.readme RUN_DIR FILE.md [NAME]`.
 
 Numbers are put there by this, between two marker lines, and by nothing else. NAME is `table` (a pipeline over the
-embedded model, with its picture) or `real` (a sweep over `tasks=real`).
+embedded model, with its picture), `real` (a sweep over `tasks=real`) or `engine` (sweeps/engine.yaml).
 """
 
 import shutil
@@ -10,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
+from omegaconf import OmegaConf
 
 from dejavu.analysis.tables import in_order, percent, read_table, with_error
 from dejavu.errors import DataError
 from dejavu.evaluation.metrics import no_measurable_loss
+from dejavu.tracking.files import read_json
 
 TASKS = [("pydocs", "bits_per_byte"), ("pydocs_token", "loss"), ("continuation_choice", "acc")]
 HEADERS = ["pydocs, bits per byte", "pydocs, nats per token over dense", "continuation choice, accuracy"]
@@ -37,7 +39,7 @@ def main(arguments: list[str]) -> None:
         raise DataError(f"{page} must hold the lines {begin} and {end} once each")
     head, rest = text.split(begin)
     tail = rest.split(end)[1]
-    page.write_text(f"{head}{begin}\n{TABLES[name](read_table(run / 'table.csv'))}\n{end}{tail}", "utf-8")
+    page.write_text(f"{head}{begin}\n{TABLES[name](run)}\n{end}{tail}", "utf-8")
     if name == "table":
         images = page.parent / "docs" / "images"
         images.mkdir(exist_ok=True)
@@ -126,7 +128,34 @@ def _cell(rows: pd.DataFrame, task: str, metric: str) -> str:
     return with_error(row["value"], row["stderr"])
 
 
-TABLES: dict[str, Callable[[pd.DataFrame], str]] = {"table": embedded, "real": real}
+def engine(run: Path) -> str:
+    """Quality and speed of one object: for each storage and ratio perplexity, its paired difference, ms a token."""
+    lines = [
+        "| storage | selector | neurons, heads skipped | used | nats a token over dense | perplexity | ms a token |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    found = []
+    for path in sorted(run.glob("*/result.json")):
+        result, config = read_json(path), OmegaConf.load(path.parent / "config.yaml")
+        scores, sparsity = result["metrics"]["pydocs_token"], result["sparsity"]
+        measured, requested = sparsity["measured"], sparsity["requested"]
+        loss = with_error(scores["loss"]["delta"], scores["loss"]["delta_stderr"], sign="+")
+        cells = [
+            config.decode.storage, sparsity["selector"], f"{percent(requested['mlp'])}, {percent(requested['heads'])}",
+            f"{percent(measured['mlp_density'])}, {percent(measured['head_density'])}", loss,
+            with_error(scores["token_perplexity"]["value"], scores["token_perplexity"]["stderr"]),
+            f"{result['timing']['ms_per_token']:.2f}",
+        ]  # fmt: skip
+        found.append((-BYTES[config.decode.storage], requested["mlp"], "| " + " | ".join(cells) + " |"))
+    return "\n".join([*lines, *(line for *_, line in sorted(found))])
+
+
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+TABLES: dict[str, Callable[[Path], str]] = {
+    "table": lambda run: embedded(read_table(run / "table.csv")),
+    "real": lambda run: real(read_table(run / "table.csv")),
+    "engine": engine,
+}
 
 if __name__ == "__main__":
     main(sys.argv[1:])

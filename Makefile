@@ -4,11 +4,11 @@ BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test smollm2 tables clean
+.PHONY: help setup demo test smollm2 tables speed clean
 
 # Both run from what the repository holds: a hub within reach must not change what they do.
-demo test tables: export HF_HUB_OFFLINE = 1
-demo test tables: export TOKENIZERS_PARALLELISM = false
+demo test tables speed: export HF_HUB_OFFLINE = 1
+demo test tables speed: export TOKENIZERS_PARALLELISM = false
 
 help: ## List the targets
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "make %-7s %s\n", $$1, $$2 }'
@@ -30,6 +30,15 @@ smollm2: setup ## Bring SmolLM2-135M's weights (93 MB) for model=smollm2-135m
 tables: setup ## Remake the tables and pictures of README and docs
 	$(BIN)/dejavu pipeline run_dir=runs/readme
 	$(BIN)/python -m dejavu.analysis.readme runs/readme README.md
+	$(BIN)/dejavu evaluate -cd sweeps -cn engine predictors=runs/readme/train run_dir=runs/engine
+	$(BIN)/python -m dejavu.analysis.readme runs/engine docs/performance.md engine
+
+speed: setup ## Remake the latency tables of README and docs: on a free machine, 24 GB of memory
+	for model in opt-125m opt-1.3b opt-6.7b; do \
+	  $(BIN)/dejavu benchmark model=$$model model.random_init=true run_dir=runs/benchmark/$$model && \
+	  $(BIN)/python -m dejavu.benchmark.report runs/benchmark/$$model docs/performance.md $$model; \
+	done
+	$(BIN)/python -m dejavu.benchmark.report runs/benchmark/opt-1.3b README.md speed headlines
 
 clean: ## Remove caches and build output (.venv and runs stay)
 	rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dejavu.decode import ops, reference
-from dejavu.decode.storage import STORAGES, pack, unpack
+from dejavu.decode.storage import STORAGES, Rows, pack, unpack
 from dejavu.decode.vectors import best, layer_norm
 from dejavu.decode.weights import Norm, Projection, matrix, normed, normed_matrix
 from dejavu.errors import ConfigError
@@ -50,8 +50,8 @@ def some_units(data: st.DataObject, count: int, batch: int) -> tuple[torch.Tenso
 
 
 def run_mlp(x_BD, units, mask, norm, first, second, extra, skip=True) -> tuple[torch.Tensor, np.ndarray]:
-    x, (batch, width) = x_BD.clone(), x_BD.shape
-    sums, read = np.empty((THREADS, batch, width), np.float32), np.zeros((THREADS, 8), np.int64)
+    x = x_BD.clone(memory_format=torch.preserve_format)
+    sums, read = np.empty((THREADS, len(x), second.bias.size), np.float32), np.zeros((THREADS, 8), np.int64)
     bound = ops.Bound(*normed_matrix(norm, first), *matrix(second), skip, sums, read, *extra)
     ops.mlp(x, units, mask, bound.number)
     return x, read.sum(0)
@@ -174,6 +174,27 @@ def test_the_best_are_exact_with_ties_to_the_lower_index(units, kind, data):
     mask = np.zeros(units, bool)
     mask[chosen] = True
     assert np.array_equal(mask, top_k_mask(torch.from_numpy(scores)[None], len(chosen))[0].numpy())
+
+
+def test_wrong_shapes_types_and_layouts_are_refused_before_a_wrong_number():
+    generator = torch.Generator().manual_seed(0)
+    first, second = projection(generator, 8, 6, 8, "float32"), projection(generator, 8, 6, 6, "float32")
+    x, units, mask = torch.ones(2, 6), torch.arange(3), torch.ones(2, 3, dtype=torch.bool)
+    wrong = {
+        "x": [(x.double(), units, mask), (x[0], units, mask), (torch.ones(6, 2).T, units, mask)],
+        "units": [(x, units.int(), mask), (x, units[None], mask)],
+        "mask": [(x, units, mask.float()), (x, units, mask[:, :2]), (x, units, mask.T)],
+    }
+    for name, cases in wrong.items():
+        for case in cases:
+            with pytest.raises(ValueError, match=f"^{name} must be a contiguous"):
+                run_mlp(*case, None, first, second, beside("float32"))
+    with pytest.raises(ValueError, match="rows in int8 are a C-contiguous matrix of int8, not float32"):
+        Rows(np.ones((2, 2), np.float32), np.ones(2, np.float32), "int8")
+    with pytest.raises(ValueError, match="C-contiguous"):
+        Rows(np.ones((2, 3), np.float32).T, np.ones(3, np.float32), "float32")
+    with pytest.raises(ValueError, match="as many float32 scales"):
+        Rows(np.ones((2, 3), np.int8), np.ones(3, np.float32), "int8")
 
 
 def test_a_score_that_is_nan_is_told():

@@ -1,5 +1,5 @@
 """From measured times to benchmark.csv, a table and a picture, and into a page:
-`python -m dejavu.benchmark.report RUN_DIR FILE.md NAME` replaces what stands between NAME's marker lines.
+`python -m dejavu.benchmark.report RUN_DIR FILE.md NAME [headlines]` replaces what stands between NAME's marker lines.
 """
 
 import sys
@@ -196,15 +196,17 @@ def markdown(rows: pd.DataFrame) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Put a run's table into a page. Raises DataError when the page lacks the markers."""
+    """Put a run's table, or only its headlines, into a page. Raises DataError when the page lacks the markers."""
     run, page, name = Path(arguments[0]), Path(arguments[1]), arguments[2]
     begin, end = markers(name)
     text = page.read_text("utf-8")
     if text.count(begin) != 1 or text.count(end) != 1:
         raise DataError(f"{page} must hold the lines {begin} and {end} once each")
     head, rest = text.split(begin)
-    table = markdown(pd.read_csv(run / "benchmark.csv"))
-    page.write_text(f"{head}{begin}\n{table}\n{end}{rest.split(end)[1]}", "utf-8")
+    rows = pd.read_csv(run / "benchmark.csv")
+    short = arguments[3:] == ["headlines"]
+    told = "\n".join(f"- {line}" for line in headlines(rows)) if short else markdown(rows)
+    page.write_text(f"{head}{begin}\n{told}\n{end}{rest.split(end)[1]}", "utf-8")
 
 
 if __name__ == "__main__":

@@ -214,6 +214,7 @@ class Engine:
         """x += what the chosen heads or neurons of a layer add."""
         units_N, mask_BN = self._choose(kind, layer, taps)
         operator = ops.mlp if kind == "mlp" else ops.attention
+        mask_BN = np.ascontiguousarray(mask_BN)  # numpy's indexing may give columns first
         operator(x_BD, torch.from_numpy(units_N), torch.from_numpy(mask_BN), self.bound[kind, layer].number)
         if (kind, layer) in self.beside:
             assert isinstance(self.chooser, Predicted)
@@ -234,7 +235,7 @@ class Engine:
         if not self.active_B.all():
             units_N, mask_BN = chosen[0], chosen[1] & self.active_B[:, None]
             wanted_N = mask_BN.any(0)
-            chosen = units_N[wanted_N], np.ascontiguousarray(mask_BN[:, wanted_N])
+            chosen = units_N[wanted_N], mask_BN[:, wanted_N]
         self.counters.used_per_layer[kind][layer] += int(np.count_nonzero(chosen[1]))
         return chosen
 

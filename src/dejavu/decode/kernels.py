@@ -6,8 +6,8 @@ sums are then added in the order of the threads, so the same number of threads g
 parallel launch, a predictor two.
 
 Shape suffixes: B sequences, D width, N chosen units (the union of the batch), U units, R rows, K head_dim, T positions,
-P threads, W pending positions. `mask_BN` says which sequence chose which unit. `w`, `s`, `b`: a stored matrix, the
-scales of its rows and a bias.
+P threads, W pending positions, C counts. `mask_BN` says which sequence chose which unit. `w`, `s`, `b`: a stored
+matrix, the scales of its rows and a bias.
 """
 
 import numpy as np
@@ -20,6 +20,8 @@ from dejavu.decode.vectors import add_partial, attend, best, layer_norm, operand
 # Numba would also spread array assignments over threads, each at the price of a launch.
 _NOT = ("comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion")
 PRANGE_ONLY = ParallelOptions(dict.fromkeys(_NOT, False) | {"prange": True})
+# Written out, since Numba compiles a function anew for every literal that it is called with.
+ZERO, ONE, YES = np.int64(0), np.int64(1), np.bool_(True)
 BUFFER = 64  # neurons whose activations wait to be added together
 
 
@@ -152,17 +154,17 @@ def some_neurons(first, last, units_N, mask_BN, h_BD, scale_B, w1, s1, b1, w2, s
             target += live
         kept = target
         if kept > BUFFER - 4:
-            add_units(w2, s2, rows_G, values_GB, kept, 0, width, skip, sums_BD)
+            add_units(w2, s2, rows_G, values_GB, kept, ZERO, width, skip, sums_BD)
             read[1] += kept
             kept = 0
-    add_units(w2, s2, rows_G, values_GB, kept, 0, width, skip, sums_BD)
+    add_units(w2, s2, rows_G, values_GB, kept, ZERO, width, skip, sums_BD)
     read[0] += last - first
     read[1] += kept
 
 
 @njit(parallel=PRANGE_ONLY, **OPTIONS)
 def mlp(
-    x_BD, units_N, mask_BN, norm_weight, norm_bias, epsilon, w1, s1, b1, w2, s2, b2, skip, sums_PBD, read_P2,
+    x_BD, units_N, mask_BN, norm_weight, norm_bias, epsilon, w1, s1, b1, w2, s2, b2, skip, sums_PBD, read_PC,
     tap_weight, tap_bias, tap_epsilon, wd, sd, bd, relu, hidden_BR,
 ):  # fmt: skip
     """x += sum_{j in S} relu(W1[j] norm(x) + b1[j]) W2[:, j] + b2 for each sequence's own S.
@@ -179,7 +181,7 @@ def mlp(
     for p in prange(threads):
         first, last = count * p // threads, count * (p + 1) // threads
         sums_PBD[p] = 0
-        some_neurons(first, last, units_N, mask_BN, h_BD, scale_B, w1, s1, b1, w2, s2, skip, sums_PBD[p], read_P2[p])
+        some_neurons(first, last, units_N, mask_BN, h_BD, scale_B, w1, s1, b1, w2, s2, skip, sums_PBD[p], read_PC[p])
         some_rows(p, threads, tap_BD, tap_scale_B, wd, sd, bd, relu, hidden_BR)
     add_partial(sums_PBD, b2, x_BD)
 
@@ -224,7 +226,7 @@ def due(heads_N, mask_BN, filled_BH, length_B, period, offset):
 def attention(
     x_BD, heads_N, mask_BN, norm_weight, norm_bias, epsilon, wq, sq, bq, wk, sk, bk, wv, sv, bv, wo, so, bo,
     keys_BHTK, values_BHTK, pending_BWD, pending_scale_BW, start_B, length_B, filled_BH, period, offset, scaling,
-    sums_PBD, read_P4, tap_weight, tap_bias, tap_epsilon, wd, sd, bd, relu, hidden_BR,
+    sums_PBD, read_PC, tap_weight, tap_bias, tap_epsilon, wd, sd, bd, relu, hidden_BR,
 ):  # fmt: skip
     """x += sum_{h in A} W_o[:, h] head_h + b_o for each sequence's own A at its newest position.
 
@@ -258,22 +260,22 @@ def attention(
                 catch_up(head * size, begin, end, pending_BWD[b], pending_scale_BW[b], wk, sk, bk, keys_TK)
                 catch_up(head * size, begin, end, pending_BWD[b], pending_scale_BW[b], wv, sv, bv, values_TK)
                 filled_BH[b, head] = end
-                catch_up(head * size, 0, 1, h_BD[b : b + 1], scale_B[b : b + 1], wq, sq, bq, query_TK)
+                catch_up(head * size, ZERO, ONE, h_BD[b : b + 1], scale_B[b : b + 1], wq, sq, bq, query_TK)
                 attend(query_TK[0], keys_TK, values_TK, start_B[b], end, scaling, out_K, scores_T)
                 for k in range(size):
                     values_KB[k, b] = out_K[k]
-                read_P4[p, 0] += size
-                read_P4[p, 1] += 2 * size
+                read_PC[p, 0] += size
+                read_PC[p, 1] += 2 * size
             for k in range(size):
                 rows_K[k] = head * size + k
-            add_units(wo, so, rows_K, values_KB, size, 0, wo.shape[1], True, sums_PBD[p])
-            read_P4[p, 2] += size
+            add_units(wo, so, rows_K, values_KB, size, ZERO, wo.shape[1], YES, sums_PBD[p])
+            read_PC[p, 2] += size
         for pair in range(len(late) * p // threads, len(late) * (p + 1) // threads):
             b, head = late[pair, 0], late[pair, 1]
             begin, end = filled_BH[b, head], length_B[b]
             catch_up(head * size, begin, end, pending_BWD[b], pending_scale_BW[b], wk, sk, bk, keys_BHTK[b, head])
             catch_up(head * size, begin, end, pending_BWD[b], pending_scale_BW[b], wv, sv, bv, values_BHTK[b, head])
             filled_BH[b, head] = end
-            read_P4[p, 1] += 2 * size
+            read_PC[p, 1] += 2 * size
         some_rows(p, threads, tap_BD, tap_scale_B, wd, sd, bd, relu, hidden_BR)
     add_partial(sums_PBD, bo, x_BD)

@@ -38,19 +38,44 @@ class Bound:
         weakref.finalize(self, _bound.pop, self.number, None)
 
 
+def _check(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:
+    """Raise ValueError for what a kernel would read as something else. A size of -1 may be any."""
+    fits = len(shape) == tensor.dim() and all(
+        size in (-1, found) for size, found in zip(shape, tensor.shape, strict=True)
+    )
+    if tensor.dtype != dtype or not fits or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be a contiguous {dtype} tensor of shape {shape} (-1: any), not {tensor.dtype} "
+            f"{tuple(tensor.shape)} with strides {tensor.stride()}"
+        )
+
+
+def _check_half(x: Tensor, units: Tensor, mask: Tensor) -> None:
+    _check("x", x, torch.float32, -1, -1)
+    _check("units", units, torch.int64, -1)
+    _check("mask", mask, torch.bool, len(x), len(units))
+
+
 def _mlp(x: Tensor, units: Tensor, mask: Tensor, bound: int) -> None:
+    _check_half(x, units, mask)
     kernels.mlp(x.numpy(), units.numpy(), mask.numpy(), *_bound[bound])
 
 
 def _attention(x: Tensor, units: Tensor, mask: Tensor, bound: int) -> None:
+    _check_half(x, units, mask)
     kernels.attention(x.numpy(), units.numpy(), mask.numpy(), *_bound[bound])
 
 
 def _project(x: Tensor, out: Tensor, bound: int) -> None:
+    _check("x", x, torch.float32, -1, -1)
+    _check("out", out, torch.float32, len(x), -1)
     kernels.normed_project(x.numpy(), out.numpy(), *_bound[bound])
 
 
 def _choose(hidden: Tensor, scores: Tensor, units: Tensor, bound: int) -> bool:
+    _check("hidden", hidden, torch.float32, -1, -1)
+    _check("scores", scores, torch.float32, len(hidden), -1)
+    _check("units", units, torch.int64, len(hidden), -1)
     return bool(kernels.choose(hidden.numpy(), scores.numpy(), units.numpy(), *_bound[bound]))
 
 

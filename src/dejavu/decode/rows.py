@@ -228,8 +228,8 @@ def dot4(data_RC, scale_R, rows, after, x_BC, b, x_scale):
     columns, step = data_RC.shape[1], turn_of(data_RC)
     whole = columns - columns % step
     r0, r1, r2, r3 = rows
-    t0, t1, t2, t3 = dot4_turns(data_RC, rows, after, x_BC, b, 0, min(CHUNK, whole))
-    for first in range(CHUNK, whole, CHUNK):
+    t0, t1, t2, t3 = float32(0), float32(0), float32(0), float32(0)
+    for first in range(0, whole, CHUNK):
         u0, u1, u2, u3 = dot4_turns(data_RC, rows, after, x_BC, b, first, min(first + CHUNK, whole))
         t0, t1, t2, t3 = t0 + u0, t1 + u1, t2 + u2, t3 + u3
     for column in range(whole, columns):

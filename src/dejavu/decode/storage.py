@@ -26,6 +26,17 @@ class Rows:
     scale_R: np.ndarray
     storage: str
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for arrays that a kernel would read as something else."""
+        data, scale = self.data_RC, self.scale_R
+        if data.dtype != DTYPES[self.storage] or data.ndim != 2 or not data.flags.c_contiguous:
+            raise ValueError(
+                f"rows in {self.storage} are a C-contiguous matrix of {DTYPES[self.storage]}, not {data.dtype} of "
+                f"shape {data.shape}"
+            )
+        if scale.dtype != np.float32 or scale.shape != (len(data),):
+            raise ValueError(f"{len(data)} rows have as many float32 scales, not {scale.dtype} of shape {scale.shape}")
+
     @property
     def shape(self) -> tuple[int, int]:
         rows, columns = self.data_RC.shape

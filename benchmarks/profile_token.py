@@ -1,0 +1,90 @@
+"""Where the milliseconds of one token go: `python benchmarks/profile_token.py opt-1.3b int8 [0.75] [overlap]`.
+
+Random weights, fresh random sets for every token, predictors run for their cost; run it on a free machine. Each
+operator is timed around its call, so what is left is the walk from one to the next in Python.
+"""
+
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+from omegaconf import OmegaConf
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dejavu.benchmark.engines import engines
+from dejavu.benchmark.floor import Bandwidth, shape_of, terms
+from dejavu.decode import ops
+from dejavu.predictors.network import default_rank
+
+CONF = Path(__file__).resolve().parents[1] / "conf" / "model"
+TOKENS, WARM, PROMPT, THREADS = 32, 4, 128, 2
+NAMES = {"attention": "attention halves", "mlp": "MLP halves", "choose": "predictors, second half and top-k"}
+
+
+def main(model: str, storage: str, ratio: float, overlap: bool) -> None:
+    """Decode some tokens with every operator timed, and print the parts."""
+    architecture = OmegaConf.to_container(OmegaConf.load(CONF / f"{model}.yaml").architecture)
+    assert isinstance(architecture, dict)
+    shape, rank = shape_of(architecture), default_rank(architecture["hidden_size"])
+    spec = {
+        "source": None, "architecture": architecture, "storage": storage, "rank": rank, "seed": 0, "threads": THREADS,
+        "decode": {"kv": "lazy", "window": 16, "overlap": overlap}, "variants": [{"mlp": ratio, "heads": ratio}],
+    }  # fmt: skip
+    contender = engines(spec)[0]
+    contender.start(np.random.default_rng(0).integers(4, 1000, PROMPT).tolist(), TOKENS + WARM)
+    contender.decode(WARM)
+    spent: dict[str, list[float]] = defaultdict(list)
+    for name in ("attention", "mlp", "choose", "project"):
+        setattr(ops, name, timed(getattr(ops, name), name, spent))
+    times = contender.decode(TOKENS)
+    bandwidth = Bandwidth(THREADS).gb_s()
+    read = terms(shape, storage, ratio, ratio, rank, PROMPT, 4)
+    table = Table(title=f"{model} {storage}, {ratio:.0%} skipped, overlap {overlap}", box=box.SIMPLE_HEAD)
+    for header in ("part", "calls", "ms a token", "MB", "GB/s"):
+        table.add_column(header, justify="left" if header == "part" else "right")
+    total, known = float(np.mean(times)), 0.0
+    for name, calls, ms, size in parts(spent, read, shape.width, shape.neurons):
+        known += ms
+        speed = f"{size / ms / 1e6:.1f}" if size else ""
+        table.add_row(name, str(calls), f"{ms:.2f}", f"{size / 1e6:.0f}" if size else "", speed)
+    table.add_row("between them, in Python", "", f"{total - known:.2f}", "", "")
+    floor = read.floor_ms(bandwidth)
+    table.add_row("all", "", f"{total:.2f}", f"{read.total / 1e6:.0f}", f"{read.total / total / 1e6:.1f}")
+    Console().print(table)
+    print(f"bandwidth {bandwidth:.1f} GB/s, floor {floor:.1f} ms, {total / floor:.2f} times the floor")
+
+
+def timed(operator, name, spent):  # type: ignore[no-untyped-def]
+    """The operator, its milliseconds kept; the output embedding is the projection to the largest output."""
+
+    def call(*arguments):  # type: ignore[no-untyped-def]
+        started = time.perf_counter()
+        result = operator(*arguments)
+        large = name == "project" and arguments[1].shape[1] > arguments[0].shape[1]  # a predictor narrows
+        spent["output embedding" if large else name].append((time.perf_counter() - started) * 1e3)
+        return result
+
+    return call
+
+
+def parts(spent, read, width: int, neurons: int):  # type: ignore[no-untyped-def]
+    """(name, calls a token, milliseconds a token, bytes) of each part; halves of a body by their rows."""
+    halves = 4 * width / (4 * width + 2 * neurons)  # heads' share of a block's rows, both kept in the same share
+    sizes = {
+        "attention": read.body * halves + read.cache, "mlp": read.body * (1 - halves),
+        "project": read.predictors * width / (width + neurons), "choose": read.predictors * neurons / (width + neurons),
+        "output embedding": read.embedding,
+    }  # fmt: skip
+    names = NAMES | {"project": "predictors, first half", "output embedding": "output embedding"}
+    for key, label in names.items():
+        if spent[key]:
+            yield label, len(spent[key]) // TOKENS, sum(spent[key]) / TOKENS, sizes[key]
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    main(words[0], words[1], float(words[2]) if len(words) > 2 else 0.75, "overlap" in words)

@@ -18,6 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 from dejavu.errors import ConfigError
 
 
+PATIENCE = 600  # seconds that a token may take
+
+
 class Contender(Protocol):
     """`start` gives the milliseconds to the first token, `decode` those of each further one."""
 
@@ -91,7 +94,7 @@ class CTranslate2:
         self.thread = threading.Thread(target=generate, daemon=True)
         started = time.perf_counter()
         self.thread.start()
-        return (self.moments.get() - started) * 1e3
+        return (self.moments.get(timeout=PATIENCE) - started) * 1e3
 
     def decode(self, tokens: int) -> list[float]:
         """Each token is asked for when the one before is there, as by the others."""
@@ -99,10 +102,11 @@ class CTranslate2:
         for _ in range(tokens):
             started = time.perf_counter()
             self.wanted.release()
-            times.append((self.moments.get() - started) * 1e3)
+            times.append((self.moments.get(timeout=PATIENCE) - started) * 1e3)
         return times
 
     def _finish(self) -> None:
+        """End the text before: a generator that waits in its callback can neither start anew nor be deleted."""
         if self.thread is not None:
             self.over = True
             self.wanted.release()

@@ -70,6 +70,8 @@ def main() -> None:
             reply["memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
             answers.write(json.dumps(reply) + "\n")
             answers.flush()
+    answers.close()
+    os._exit(0)  # a library's thread that still waits must not keep the process
 
 
 if __name__ == "__main__":

@@ -33,11 +33,10 @@ tables: setup ## Remake the tables and pictures of README and docs
 	$(BIN)/dejavu evaluate -cd sweeps -cn engine predictors=runs/readme/train run_dir=runs/engine
 	$(BIN)/python -m dejavu.analysis.readme runs/engine docs/performance.md engine
 
-speed: setup ## Remake the latency tables of README and docs: on a free machine, 24 GB of memory
-	for model in opt-125m opt-1.3b opt-6.7b; do \
-	  $(BIN)/dejavu benchmark model=$$model model.random_init=true run_dir=runs/benchmark/$$model && \
-	  $(BIN)/python -m dejavu.benchmark.report runs/benchmark/$$model docs/performance.md $$model; \
-	done
+speed: setup ## Remake the latency table of README and docs: on a free machine, 24 GB of memory
+	$(BIN)/dejavu benchmark model=opt-1.3b model.random_init=true benchmark.prompts=[128] \
+	  benchmark.contenders=[hf-eager,ctranslate2,dejavu] run_dir=runs/benchmark/opt-1.3b
+	$(BIN)/python -m dejavu.benchmark.report runs/benchmark/opt-1.3b docs/performance.md opt-1.3b
 	$(BIN)/python -m dejavu.benchmark.report runs/benchmark/opt-1.3b README.md speed headlines
 
 clean: ## Remove caches and build output (.venv and runs stay)

@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 
 from dejavu.errors import ConfigError
 
-
 PATIENCE = 600  # seconds that a token may take
 
 

@@ -161,7 +161,7 @@ def picture(rows: pd.DataFrame, path: Path) -> None:
             axis.set_title(f"{prompt} prompt tokens", loc="left")
         named = {str(line.get_label()): line for axis in axes for line in axis.get_lines()}
         figure.legend(handles=list(named.values()), loc="outside right upper", frameon=False)
-        figure.suptitle(f"{rows['model'].iloc[0]}: milliseconds a token", fontsize=9, weight="bold")
+        figure.suptitle(f"{rows['model'].iloc[0]}: milliseconds a token", fontsize=9, weight="bold", x=0.02, ha="left")
         save(figure, path)
 
 

@@ -15,6 +15,8 @@ from dejavu.models.load import model_source
 from dejavu.tracking.files import read_json
 from dejavu.tracking.run import Run
 
+TABLE_WIDTH = 150  # numbers must not be cut; a narrower terminal wraps lines
+
 
 def run(run: Run) -> None:
     """Find each peer's best setting, measure everybody in turns, and say what it cost and what it could not beat."""
@@ -29,7 +31,7 @@ def run(run: Run) -> None:
     )  # fmt: skip
     rows = report.frame(results, config.model.name, settings.new_tokens, settings.repeats)
     report.write(rows, run.folder)
-    Console().print(report.rich_table(rows))
+    Console(width=max(Console().width, TABLE_WIDTH)).print(report.rich_table(rows))
     for line in report.headlines(rows):
         run.say(line)
     if rows["ms_per_token"].isna().all():

@@ -12,7 +12,8 @@ from dejavu.evaluation.scoring import Request
 from dejavu.evaluation.sparsified import make_scorer, make_scoring
 from dejavu.models.families import anatomy
 from dejavu.models.load import LoadedModel
-from dejavu.schema import Config, Decode, Sparsity, check
+from dejavu.schema import Config, Decode, Sparsity
+from dejavu.stages.inputs import check_backend
 
 CONTEXT = 64
 
@@ -106,6 +107,6 @@ def test_positions_and_selectors_that_do_not_decode_are_refused():
     config = settings("static")
     config.sparsity.positions = "all"
     with pytest.raises(ConfigError, match=r"backend=kernel decodes, so it needs sparsity.positions=decode, not all"):
-        check(config)
+        check_backend("evaluate", config)
     with pytest.raises(ConfigError, match=r"backend=kernel has no selector oracle.*choose one of dense, predictor"):
         make_scoring(loaded(), settings("oracle"), None)

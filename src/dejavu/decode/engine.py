@@ -278,13 +278,15 @@ def predictors_beside(chooser: Chooser | None, tap: str, layers: int) -> dict[tu
 
 @contextmanager
 def kernel_threads(threads: int) -> Iterator[None]:
-    """Run the kernels on this many threads."""
-    before = numba.get_num_threads()
+    """Run the kernels on this many threads, and torch on one: its idle threads would spin on the same cores."""
+    before, before_torch = numba.get_num_threads(), torch.get_num_threads()
     numba.set_num_threads(threads)
+    torch.set_num_threads(1)
     try:
         yield
     finally:
         numba.set_num_threads(before)
+        torch.set_num_threads(before_torch)
 
 
 def normed_prompt(x_BTD: Tensor, norm: Norm) -> Tensor:

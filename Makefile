@@ -30,8 +30,6 @@ smollm2: setup ## Bring SmolLM2-135M's weights (93 MB) for model=smollm2-135m
 tables: setup ## Remake the tables and pictures of README and docs
 	$(BIN)/dejavu pipeline run_dir=runs/readme
 	$(BIN)/python -m dejavu.analysis.readme runs/readme README.md
-	$(BIN)/dejavu evaluate -cd sweeps -cn engine predictors=runs/readme/train run_dir=runs/engine
-	$(BIN)/python -m dejavu.analysis.readme runs/engine docs/performance.md engine
 
 speed: setup ## Remake the latency table of README and docs: on a free machine, 24 GB of memory
 	$(BIN)/dejavu benchmark model=opt-1.3b model.random_init=true benchmark.prompts=[128] \

@@ -1,5 +1,6 @@
 """Every command in the README composes; those not marked long are executed, in their order, in an empty folder."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from dejavu.analysis.readme import REAL, main, markers, real
+from dejavu.analysis.readme import REAL, TABLES, main, markers, real
 from dejavu.analysis.runs import COLUMNS, typed
 from dejavu.analysis.tables import write_table
 from dejavu.errors import DataError
@@ -117,3 +118,22 @@ def test_sweeps_compose_a_job():
         (command,) = re.findall(r"^# +(dejavu evaluate -cd sweeps .*)$", path.read_text(), re.MULTILINE)
         result = dejavu([*words_of(command), "--cfg", "job"], ROOT)
         assert result.returncode == 0, f"{path.name}: {result.stderr}"
+
+
+def test_the_engines_table_reads_quality_and_speed_from_the_same_runs(tmp_path):
+    for storage, ratio, ms in (("int8", 0.75, 0.5), ("float32", 0.75, 0.9), ("float32", 0.0, 1.25)):
+        run = tmp_path / f"{storage}-{ratio}"
+        run.mkdir()
+        loss = {"value": 4.0, "stderr": 0.1, "n": 20, "delta": 0.125, "delta_stderr": 0.01}
+        sparsity = {
+            "selector": "predictor", "requested": {"mlp": ratio, "heads": ratio},
+            "measured": {"mlp_density": 1 - ratio, "head_density": 1 - ratio},
+        }  # fmt: skip
+        metrics = {"pydocs_token": {"loss": loss, "token_perplexity": {"value": 54.6, "stderr": 5.0, "n": 20}}}
+        record = {"metrics": metrics, "sparsity": sparsity, "timing": {"ms_per_token": ms}}
+        (run / "result.json").write_text(json.dumps(record))
+        (run / "config.yaml").write_text(f"decode:\n  storage: {storage}\n")
+    lines = TABLES["engine"](tmp_path).splitlines()[2:]
+    assert [line.split(" | ")[0].strip("| ") for line in lines] == ["float32", "float32", "int8"]
+    assert lines[0].endswith("| 1.25 |") and lines[2].endswith("| +0.125 ± 0.010 | 54.6 ± 5.0 | 0.50 |")
+    assert "| 75 %, 75 % | 25 %, 25 % |" in lines[2]

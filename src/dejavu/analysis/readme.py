@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from dejavu.analysis.tables import in_order, percent, read_table, with_error
 from dejavu.errors import DataError
 from dejavu.evaluation.metrics import no_measurable_loss
+from dejavu.schema import STORAGES
 from dejavu.tracking.files import read_json
 
 TASKS = [("pydocs", "bits_per_byte"), ("pydocs_token", "loss"), ("continuation_choice", "acc")]
@@ -33,17 +34,21 @@ def main(arguments: list[str]) -> None:
     """Replace the table between its markers; put the picture beside it where it is one of README's."""
     run, page = Path(arguments[0]), Path(arguments[1])
     name = arguments[2] if len(arguments) > 2 else "table"
-    begin, end = markers(name)
-    text = page.read_text("utf-8")
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise DataError(f"{page} must hold the lines {begin} and {end} once each")
-    head, rest = text.split(begin)
-    tail = rest.split(end)[1]
-    page.write_text(f"{head}{begin}\n{TABLES[name](run)}\n{end}{tail}", "utf-8")
+    put(page, name, TABLES[name](run))
     if name == "table":
         images = page.parent / "docs" / "images"
         images.mkdir(exist_ok=True)
         shutil.copyfile(run / "sparsity_vs_quality.png", images / "sparsity_vs_quality.png")
+
+
+def put(page: Path, name: str, text: str) -> None:
+    """Replace what stands between the marker lines of `name`. Raises DataError when the page lacks them."""
+    begin, end = markers(name)
+    old = page.read_text("utf-8")
+    if old.count(begin) != 1 or old.count(end) != 1:
+        raise DataError(f"{page} must hold the lines {begin} and {end} once each")
+    head, rest = old.split(begin)
+    page.write_text(f"{head}{begin}\n{text}\n{end}{rest.split(end)[1]}", "utf-8")
 
 
 def markers(name: str) -> tuple[str, str]:
@@ -146,11 +151,10 @@ def engine(run: Path) -> str:
             with_error(scores["token_perplexity"]["value"], scores["token_perplexity"]["stderr"]),
             f"{result['timing']['ms_per_token']:.2f}",
         ]  # fmt: skip
-        found.append((-BYTES[config.decode.storage], requested["mlp"], "| " + " | ".join(cells) + " |"))
+        found.append((STORAGES.index(config.decode.storage), requested["mlp"], "| " + " | ".join(cells) + " |"))
     return "\n".join([*lines, *(line for *_, line in sorted(found))])
 
 
-BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 TABLES: dict[str, Callable[[Path], str]] = {
     "table": lambda run: embedded(read_table(run / "table.csv")),
     "real": lambda run: real(read_table(run / "table.csv")),

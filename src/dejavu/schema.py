@@ -142,7 +142,7 @@ class Decode:
     kv: str = "lazy"
     window: int = 16
     threads: int | None = None
-    overlap: bool = False
+    overlap: bool = True
     crossover: float = 0.9
 
 

@@ -38,7 +38,7 @@ def sparsify(
     storage: str = "bfloat16",
     kv: str = "lazy",
     window: int = 16,
-    overlap: bool = False,
+    overlap: bool = True,
     threads: int | None = None,
 ) -> Engine:
     """Let `model.generate` decode without the fractions `mlp` of the neurons and `heads` of the heads; the engine.

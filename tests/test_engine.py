@@ -7,13 +7,13 @@ from tiny import tiny_llama, tiny_opt, tiny_opt_post_norm
 
 from dejavu.decode.choosing import Predicted
 from dejavu.decode.engine import Engine
-from dejavu.decode.storage import STORAGES, unpack
+from dejavu.decode.storage import unpack
 from dejavu.decode.weights import Weights, pack_predictor, random_weights, repack
 from dejavu.errors import ConfigError, DataError
 from dejavu.models.families import anatomy
 from dejavu.models.taps import tap_source
 from dejavu.predictors.network import Predictor
-from dejavu.schema import TAPS, Sparsity
+from dejavu.schema import STORAGES, TAPS, Sparsity
 from dejavu.sparsity.budget import Budget, make_budget
 from dejavu.sparsity.layers import Sparsifier
 from dejavu.sparsity.selectors import Replay, Selector, Tokens

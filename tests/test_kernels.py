@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dejavu.decode import ops, reference
-from dejavu.decode.storage import STORAGES, Rows, pack, unpack
+from dejavu.decode.storage import Rows, pack, unpack
 from dejavu.decode.vectors import best, layer_norm
 from dejavu.decode.weights import Norm, Projection, matrix, normed, normed_matrix
 from dejavu.errors import ConfigError
 from dejavu.models.topk import top_k_mask
+from dejavu.schema import STORAGES
 
 # int8 vectors are rounded to 16 bits besides: a part in 65,000 of the largest, over a row.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-4, "int8": 2e-3}

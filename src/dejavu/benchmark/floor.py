@@ -15,6 +15,7 @@ import torch
 from dejavu.decode import ops
 from dejavu.decode.storage import Rows, in_large_pages
 from dejavu.decode.weights import normed
+from dejavu.models.topk import kept
 
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 SCALE = {"float32": 0, "bfloat16": 0, "int8": 4}  # bytes of a row's scale
@@ -66,7 +67,7 @@ def terms(shape: Shape, storage: str, mlp: float, heads: float, rank: int | None
 
     `rank` of the predictors, None without; `cached` bytes a value of the keys and values.
     """
-    kept_neurons, kept_heads = round((1 - mlp) * shape.neurons), round((1 - heads) * shape.heads)
+    kept_neurons, kept_heads = kept(mlp, shape.neurons), kept(heads, shape.heads)
 
     def rows(count: int, columns: int) -> int:
         return count * (columns * BYTES[storage] + SCALE[storage])

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dejavu.errors import ConfigError
+from dejavu.schema import STORAGES
 
-STORAGES = ("float32", "bfloat16", "int8")
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16), "int8": np.dtype(np.int8)}
 HUGE_PAGE = 1 << 21
 

@@ -53,7 +53,7 @@ def some_units(data: st.DataObject, count: int, batch: int) -> tuple[torch.Tenso
 def run_mlp(x_BD, units, mask, norm, first, second, extra, skip=True) -> tuple[torch.Tensor, np.ndarray]:
     x = x_BD.clone(memory_format=torch.preserve_format)
     sums, read = np.empty((THREADS, len(x), second.bias.size), np.float32), np.zeros((THREADS, 8), np.int64)
-    bound = ops.Bound(*normed_matrix(norm, first), *matrix(second), skip, sums, read, *extra)
+    bound = ops.Bound("mlp", *normed_matrix(norm, first), *matrix(second), skip, sums, read, *extra)
     ops.mlp(x, units, mask, bound.number)
     return x, read.sum(0)
 
@@ -106,9 +106,9 @@ def test_attention_equals_the_reference_and_catches_up_on_pending_positions(data
     sums, read = np.empty((THREADS, batch, width), np.float32), np.zeros((THREADS, 8), np.int64)
     x, flushed = x_BTD[:, -1].clone(), data.draw(st.booleans())
     bound = ops.Bound(
-        *normed_matrix(norm, parts[0]), *matrix(parts[1]), *matrix(parts[2]), *matrix(output), keys, values, waiting,
-        waiting_scale, start, lengths, filled, length if flushed else length + 1, 0, np.float32(size**-0.5), sums, read,
-        *beside(storage),
+        "attention", *normed_matrix(norm, parts[0]), *matrix(parts[1]), *matrix(parts[2]), *matrix(output), keys,
+        values, waiting, waiting_scale, start, lengths, filled, length if flushed else length + 1, 0,
+        np.float32(size**-0.5), sums, read, *beside(storage),
     )  # fmt: skip
     ops.attention(x, units, mask, bound.number)
     close(x, reference.attention(x_BTD, units, mask, norm, *parts, output, torch.from_numpy(start), size), storage)
@@ -125,7 +125,7 @@ def test_project_equals_the_reference(storage, batch, shape, relu):
     generator = torch.Generator().manual_seed(batch)
     part, norm = projection(generator, *shape, shape[0], storage), some_norm(generator, shape[1])
     x, out = torch.randn(batch, shape[1], generator=generator), torch.empty(batch, shape[0])
-    bound = ops.Bound(*normed_matrix(norm, part), relu, 3)
+    bound = ops.Bound("project", *normed_matrix(norm, part), relu, 3)
     ops.project(x, out, bound.number)
     close(out, reference.project(x, norm, part, relu), storage)
 
@@ -140,7 +140,7 @@ def test_choosing_equals_the_reference(storage, batch, shape, skip):
     up = projection(generator, rank, units, units, storage)
     hidden = torch.relu(torch.randn(batch, rank, generator=generator))
     scores, chosen = torch.empty(batch, units), torch.empty(batch, (units + 1) // 2, dtype=torch.int64)
-    bound = ops.Bound(*matrix(up), 3, skip)
+    bound = ops.Bound("choose", *matrix(up), 3, skip)
     assert ops.choose(hidden, scores, chosen, bound.number)
     close(scores, reference.scores(hidden, up), storage)
     mask = torch.zeros(batch, units, dtype=torch.bool).scatter(1, chosen, True)

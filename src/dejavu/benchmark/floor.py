@@ -93,7 +93,7 @@ class Bandwidth:
         self.rows = Rows(data_RC, np.ones(len(data_RC), np.float32), "float32")
         self.x, self.out = torch.ones(1, columns), torch.empty(1, len(data_RC))
         bias = np.zeros(len(data_RC), np.float32)
-        self.bound = ops.Bound(*normed(None), data_RC, self.rows.scale_R, bias, False, threads)
+        self.bound = ops.Bound("project", *normed(None), data_RC, self.rows.scale_R, bias, False, threads)
         self.gb_s()  # compiles
 
     def gb_s(self, repeats: int = 3) -> float:

@@ -25,8 +25,8 @@ class Predicted:
         self.weights, self.budget = weights, budget
         self.halves = {
             key: (
-                ops.Bound(*normed_matrix(predictor.norm, predictor.down), predictor.relu, threads),
-                ops.Bound(*matrix(predictor.up), threads, skip_zeros),
+                ops.Bound("project", *normed_matrix(predictor.norm, predictor.down), predictor.relu, threads),
+                ops.Bound("choose", *matrix(predictor.up), threads, skip_zeros),
             )
             for key, predictor in weights.predictors.items()
         }

@@ -164,17 +164,18 @@ class Engine:
         }
         no_bias = np.zeros(weights.embedding.shape[0], np.float32)
         embedding = weights.embedding.data_RC, weights.embedding.scale_R, no_bias
-        self.bound_logits = ops.Bound(*normed(weights.final_norm), *embedding, False, self.threads)
+        self.bound_logits = ops.Bound("project", *normed(weights.final_norm), *embedding, False, self.threads)
         self.bound: dict[tuple[str, int], ops.Bound] = {}
         for number, block in enumerate(weights.blocks):
             self.bound["heads", number] = ops.Bound(
-                *normed_matrix(block.attention_norm, block.queries), *matrix(block.keys), *matrix(block.values),
-                *matrix(block.output), self.keys_LBHTK[number], self.values_LBHTK[number], pending_LBWD[number],
-                pending_scale_LBW[number], self.start_B, self.length_B, self.filled_LBH[number], self.period, number,
-                scaling, sums_PBD, self.counters.read_LPC["heads"][number], *self._beside("heads", number),
+                "attention", *normed_matrix(block.attention_norm, block.queries), *matrix(block.keys),
+                *matrix(block.values), *matrix(block.output), self.keys_LBHTK[number], self.values_LBHTK[number],
+                pending_LBWD[number], pending_scale_LBW[number], self.start_B, self.length_B, self.filled_LBH[number],
+                self.period, number, scaling, sums_PBD, self.counters.read_LPC["heads"][number],
+                *self._beside("heads", number),
             )  # fmt: skip
             self.bound["mlp", number] = ops.Bound(
-                *normed_matrix(block.mlp_norm, block.first), *matrix(block.second), self.skip_zeros, sums_PBD,
+                "mlp", *normed_matrix(block.mlp_norm, block.first), *matrix(block.second), self.skip_zeros, sums_PBD,
                 self.counters.read_LPC["mlp"][number], *self._beside("mlp", number),
             )  # fmt: skip
 

@@ -9,10 +9,12 @@ import itertools
 import weakref
 from typing import Any
 
+import numba
 import torch
 from torch import Tensor, library
 
 from dejavu.decode import kernels
+from dejavu.decode.compiling import compile_for
 
 _operators = library.Library("dejavu", "DEF")
 _operators.define("mlp(Tensor(a!) x, Tensor units, Tensor mask, int bound) -> ()")
@@ -25,14 +27,27 @@ attention = torch.ops.dejavu.attention.default
 project = torch.ops.dejavu.project.default
 choose = torch.ops.dejavu.choose.default
 
+_FLOATS, _UNITS, _MASK = numba.float32[:, ::1], numba.int64[::1], numba.boolean[:, ::1]
+# The kernel of each operator, and the types of the arguments that come with a call.
+_KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "mlp": (kernels.mlp, (_FLOATS, _UNITS, _MASK)),
+    "attention": (kernels.attention, (_FLOATS, _UNITS, _MASK)),
+    "project": (kernels.normed_project, (_FLOATS, _FLOATS)),
+    "choose": (kernels.choose, (_FLOATS, _FLOATS, numba.int64[:, ::1])),
+}
 _numbers = itertools.count()
 _bound: dict[int, tuple[Any, ...]] = {}
 
 
 class Bound:
-    """The arguments of an operator that stay, in its kernel's order; forgotten with this object."""
+    """The arguments of an operator that stay, in its kernel's order; forgotten with this object.
 
-    def __init__(self, *arguments: Any) -> None:
+    The kernel is compiled for them here: half a minute for a storage type's first use on a machine.
+    """
+
+    def __init__(self, operator: str, *arguments: Any) -> None:
+        kernel, called_with = _KERNELS[operator]
+        compile_for(kernel, (*called_with, *map(numba.typeof, arguments)))
         self.number = next(_numbers)
         _bound[self.number] = arguments
         weakref.finalize(self, _bound.pop, self.number, None)

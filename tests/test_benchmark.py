@@ -14,13 +14,12 @@ from tiny import tiny_opt
 from dejavu.benchmark import peers, report
 from dejavu.benchmark.contenders import CTranslate2, DejaVu, HuggingFace, hugging_face_model
 from dejavu.benchmark.ctranslate2_files import convert, write_random
-from dejavu.benchmark.engines import FreshSets, engines
+from dejavu.benchmark.engines import engines
 from dejavu.benchmark.floor import Shape, largest_cache, shape_of, terms
 from dejavu.benchmark.measure import Times, measure, waves, worker
 from dejavu.decode.weights import Weights, random_weights
 from dejavu.errors import ConfigError, DataError
 from dejavu.schema import Config
-from dejavu.sparsity.budget import Budget
 
 TINY = {
     "model_type": "opt", "hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 2,
@@ -134,9 +133,12 @@ def test_variants_share_a_prompt_and_decode_as_if_each_had_read_it():
 
 
 def test_random_sets_are_fresh_for_every_token():
-    weights = random_weights(TINY, "float32", rank=4)
-    chooser = FreshSets(weights, Budget((16, 16), (2, 2)), 1, seed=0)
-    sets = [tuple(chooser("mlp", 0, torch.ones(1, 32))[0]) for _ in range(20)]
+    contender = engines(spec(variants=[SPARSE]))[0]
+    contender.start(PROMPT, 24)
+    sets = []
+    for _ in range(20):
+        contender.decode(1)
+        sets.append(tuple(contender.engine.halves[1].choice.units_BK[0]))
     assert len(set(sets)) > 15 and all(len(each) == 16 for each in sets)
 
 

@@ -15,7 +15,7 @@ from dejavu.decode.weights import random_weights
 from dejavu.schema import STORAGES
 from dejavu.sparsity.budget import Budget
 
-KERNELS = (kernels.mlp, kernels.attention, kernels.normed_project, kernels.choose)
+KERNELS = (kernels.mlp, kernels.attention, kernels.normed_project, kernels.choose_mlp)
 
 SCRIPT = """
 import time
@@ -63,7 +63,7 @@ def test_processes_that_compile_at_one_time_do_not_spoil_each_others(tmp_path):
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_call_compiles_nothing_that_was_not_bound(storage):
     weights = random_weights(tiny_opt().config.to_dict(), storage, rank=4)
-    engine = Engine(weights, Predicted(weights, Budget((16, 16), (2, 2)), 2), threads=2, overlap=True)
+    engine = Engine(weights, Predicted(Budget((16, 16), (2, 2))), threads=2, overlap=True)
     prompt = np.array([[2, 5, 7]])
     engine.prefill(prompt)  # binds what it allocates
     bound = [len(kernel.overloads) for kernel in KERNELS]

@@ -37,8 +37,8 @@ class Sets:
         share = {0: 0.0, 1: 1.0}.get(position % 7, 0.3)
         return random.random((self.batch, self.weights.units(kind))) < share
 
-    def __call__(self, kind, layer, tap_BD):
-        chosen = self.mask(kind, layer, int(self.engine.length_B[0]) - 1)
+    def __call__(self, kind, layer, batch):
+        chosen = self.mask(kind, layer, int(self.engine.state.length_B[0]) - 1)
         union = np.flatnonzero(chosen.any(0))
         return union, chosen[:, union]
 
@@ -158,7 +158,7 @@ def test_weights_that_are_never_chosen_may_be_nan(storage):
     """q, k, v, o of head 1 and half of the neurons: with kv=lazy and no flush nothing of them is read."""
     weights, ids = repack(tiny_opt(), storage, free=False), input_ids(1, PROMPT + 6)
 
-    def chooser(kind, layer, tap_BD):
+    def chooser(kind, layer, batch):
         units = np.array([0, 2, 3]) if kind == "heads" else np.arange(0, 64, 2)
         return units, np.ones((1, len(units)), bool)
 
@@ -179,8 +179,9 @@ def test_weights_that_are_never_chosen_may_be_nan(storage):
     assert torch.equal(poisoned, clean) and bool(torch.isfinite(clean).all())
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("tap", TAPS)
-def test_the_engine_chooses_what_the_simulated_model_chooses(tap):
+def test_the_engine_chooses_what_the_simulated_model_chooses(tap, overlap):
     """Sets may differ only in units whose score is within 1e-4 of the cut."""
     model, ids = tiny_opt(), input_ids(1)
     torch.manual_seed(0)
@@ -190,15 +191,14 @@ def test_the_engine_chooses_what_the_simulated_model_chooses(tap):
     budget = make_budget(Sparsity(ratio=0.5), anatomy(model))
     seen = {}
 
-    class Listening(Predicted):
-        def __call__(self, kind, layer, tap_BD):
-            chosen = super().__call__(kind, layer, tap_BD)
-            scores_BU, _ = self.scored(kind, layer, self.hidden(kind, layer, tap_BD))
-            seen[kind, layer, int(engine.length_B[0]) - 1] = set(chosen[0].tolist()), scores_BU[0].numpy()
-            return chosen
-
-    engine = Engine(weights, Listening(weights, budget, 2), tap=tap, window=WINDOW)
-    decoded(engine, ids)
+    engine = Engine(weights, Predicted(budget), tap=tap, window=WINDOW, overlap=overlap)
+    engine.prefill(ids[:, :PROMPT].numpy())
+    for position in range(PROMPT, LENGTH):
+        engine.step(ids[:, position].numpy())
+        for half in engine.halves:
+            assert half.choice is not None
+            units, scores = half.choice.units_BK[0].tolist(), half.choice.scores_BU[0].copy()
+            seen[half.kind, half.layer, position] = set(units), scores
 
     class Simulated(Selector):
         name, reads_tap = "predictor", True
@@ -286,7 +286,7 @@ def test_a_data_loader_with_workers_works_after_the_kernels():
 def test_random_weights_decode(storage):
     shape = {"hidden_size": 64, "num_attention_heads": 4, "ffn_dim": 600, "num_hidden_layers": 2, "vocab_size": 512}
     weights = random_weights({**shape, "max_position_embeddings": 32}, storage, rank=8)
-    chooser = Predicted(weights, Budget((150, 150), (1, 1)), 2)
+    chooser = Predicted(Budget((150, 150), (1, 1)))
     engine = Engine(weights, chooser)
     logits = engine.prefill(np.full((1, 8), 5))
     for _ in range(4):

@@ -147,6 +147,29 @@ def test_choosing_equals_the_reference(storage, batch, shape, skip):
     assert torch.equal(mask, top_k_mask(scores, chosen.shape[1]))
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(STORAGES), st.sampled_from(BATCHES), st.sampled_from([0, 1, 20, 41]), st.data())
+def test_a_choosing_half_is_the_half_over_the_best_of_the_sequences_that_go_on(storage, batch, kept, data):
+    width, rank, count, generator = 33, 9, 41, torch.Generator().manual_seed(batch)
+    first, second = (projection(generator, count, width, outputs, storage) for outputs in (count, width))
+    up = projection(generator, rank, count, count, storage)
+    x_BD, norm = torch.randn(batch, width, generator=generator), some_norm(generator, width)
+    hidden = torch.relu(torch.randn(batch, rank, generator=generator))
+    active = np.array(data.draw(st.lists(st.booleans(), min_size=batch, max_size=batch)))
+    scores, best_BK = np.empty((batch, count), np.float32), np.empty((batch, kept), np.int64)
+    sums, read = np.empty((THREADS, batch, width), np.float32), np.zeros((THREADS, 8), np.int64)
+    half = (*normed_matrix(norm, first), *matrix(second), True, sums, read, *beside(storage))
+    bound = ops.Bound("choose_mlp", (hidden.numpy(), scores, best_BK, active, *matrix(up), THREADS, True), half)
+    found = x_BD.clone()
+    union = ops.choose_mlp(found, bound.number)
+    mask = top_k_mask(torch.from_numpy(scores), kept) & torch.from_numpy(active)[:, None]
+    units = torch.nonzero(mask.any(0)).flatten()
+    assert union == len(units) == read[:, 0].sum()
+    close(found, reference.mlp(x_BD, units, mask[:, units], norm, first, second), storage)
+    up.bias[7] = np.nan
+    assert ops.choose_mlp(found, bound.number) == -1 or kept == 0
+
+
 @pytest.mark.parametrize("storage", STORAGES[:2])  # NaN has no place in 8 bits
 def test_rows_that_are_not_chosen_may_be_nan(storage):
     generator = torch.Generator().manual_seed(0)
@@ -182,7 +205,7 @@ def test_wrong_shapes_types_and_layouts_are_refused_before_a_wrong_number():
     first, second = projection(generator, 8, 6, 8, "float32"), projection(generator, 8, 6, 6, "float32")
     x, units, mask = torch.ones(2, 6), torch.arange(3), torch.ones(2, 3, dtype=torch.bool)
     wrong = {
-        "x": [(x.double(), units, mask), (x[0], units, mask), (torch.ones(6, 2).T, units, mask)],
+        "x": [(wrong_x, units, mask) for wrong_x in (x.double(), x[0], torch.ones(2, 7), torch.ones(6, 2).T)],
         "units": [(x, units.int(), mask), (x, units[None], mask)],
         "mask": [(x, units, mask.float()), (x, units, mask[:, :2]), (x, units, mask.T)],
     }
@@ -190,6 +213,12 @@ def test_wrong_shapes_types_and_layouts_are_refused_before_a_wrong_number():
         for case in cases:
             with pytest.raises(ValueError, match=f"^{name} must be a contiguous"):
                 run_mlp(*case, None, first, second, beside("float32"))
+    choice = (x.numpy(), x.numpy(), np.empty((2, 1), np.int64), np.ones(2, bool), *matrix(first), 2, True)
+    half = (*normed_matrix(None, first), *matrix(second), True, np.empty((2, 2, 6), np.float32))
+    bound = ops.Bound("choose_mlp", choice, (*half, np.zeros((2, 8), np.int64), *beside("float32")))
+    for case in (x.double(), x[:1], torch.ones(2, 7), torch.ones(6, 2).T):
+        with pytest.raises(ValueError, match=r"^x must be a contiguous"):
+            ops.choose_mlp(case, bound.number)
     with pytest.raises(ValueError, match="rows in int8 are a C-contiguous matrix of int8, not float32"):
         Rows(np.ones((2, 2), np.float32), np.ones(2, np.float32), "int8")
     with pytest.raises(ValueError, match="C-contiguous"):

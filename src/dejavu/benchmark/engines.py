@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from dejavu.benchmark.contenders import DejaVu
-from dejavu.decode.choosing import Chooser, Chosen, Predicted, union
+from dejavu.decode.choosing import Predicted
 from dejavu.decode.engine import Engine
 from dejavu.decode.weights import Weights, pack_predictor, random_weights, repack
 from dejavu.models.anatomy import KINDS
@@ -17,31 +16,29 @@ from dejavu.models.topk import kept
 from dejavu.predictors.bundle import load_bundle
 from dejavu.sparsity.budget import Budget
 
-POOL = 61  # random sets of each kind, drawn before anything is timed
+LOUD = 100.0  # so that the random part decides, not the predictor's own scores
+POOL = 61  # vectors of random scores, drawn before anything is timed
 
 
-class FreshSets(Predicted):
-    """Runs the predictors for their cost and takes a random set instead, another for every layer and token.
+class FreshSets(DejaVu):
+    """The engine over random weights. Before each token every predictor's bias becomes a random vector, another each.
 
-    Random predictors would choose nearly the same units for every token, and those would stay in the cache.
+    Random predictors would choose nearly the same units for every token, and those would stay in the cache. So the
+    predictors run as ever, and choose a random set.
     """
 
-    def __init__(self, weights: Weights, budget: Budget, threads: int, seed: int) -> None:
-        super().__init__(weights, budget, threads, skip_zeros=False)
-        self.calls, random = 0, np.random.default_rng(seed)
+    def __init__(self, engine: Engine, seed: int) -> None:
+        super().__init__(engine)
+        self.calls, random, weights = 0, np.random.default_rng(seed), engine.weights
         self.pool = {
-            kind: [
-                np.sort(random.choice(weights.units(kind), self.kept(kind, 0), replace=False))[None]
-                for _ in range(POOL)
-            ]
-            for kind in KINDS
+            kind: random.standard_normal((POOL, weights.units(kind)), dtype=np.float32) * LOUD for kind in KINDS
         }
 
-    def __call__(self, kind: str, layer: int, tap_BD: Tensor) -> Chosen | None:
-        if super().__call__(kind, layer, tap_BD) is None:
-            return None
-        self.calls += 1
-        return union(self.pool[kind][self.calls % POOL], self.weights.units(kind))
+    def prepare(self) -> None:
+        """Draw the next token's sets; not timed."""
+        for (kind, _), predictor in self.engine.weights.predictors.items():
+            self.calls += 1
+            predictor.up.bias[:] = self.pool[kind][self.calls % POOL]
 
 
 def engines(spec: dict[str, Any]) -> list[DejaVu]:
@@ -58,25 +55,22 @@ def engines(spec: dict[str, Any]) -> list[DejaVu]:
                 for layer in bundle.layers:
                     weights.predictors[kind, layer] = pack_predictor(bundle.predictor(kind, layer), weights.storage)
     decode, random = spec["decode"], spec["source"] is None
-    return [
-        DejaVu(
-            Engine(
-                weights, chooser(weights, variant, random, spec), tap=tap, kv=decode["kv"], window=decode["window"],
-                threads=spec["threads"], overlap=decode["overlap"], skip_zeros=not random,
-            )
+    made = [
+        Engine(
+            weights, chooser(weights, variant, random), tap=tap, kv=decode["kv"], window=decode["window"],
+            threads=spec["threads"], overlap=decode["overlap"], skip_zeros=not random,
         )
         for variant in spec["variants"]
     ]  # fmt: skip
+    return [FreshSets(engine, spec["seed"]) if random else DejaVu(engine) for engine in made]
 
 
-def chooser(weights: Weights, variant: dict[str, float], random: bool, spec: dict[str, Any]) -> Chooser | None:
-    """Predictors, with random weights for their cost only; None for the dense variant."""
+def chooser(weights: Weights, variant: dict[str, float], random: bool) -> Predicted | None:
+    """The predictors' budget; None for the dense variant. Random hidden vectors are not skipped where they are zero."""
     if variant["mlp"] == variant["heads"] == 0:
         return None
     layers = len(weights.blocks)
     budget = Budget(
         (kept(variant["mlp"], weights.neurons),) * layers, (kept(variant["heads"], weights.heads),) * layers
     )
-    if random:
-        return FreshSets(weights, budget, spec["threads"], spec["seed"])
-    return Predicted(weights, budget, spec["threads"])
+    return Predicted(budget, skip_zeros=not random)

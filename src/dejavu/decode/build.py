@@ -28,7 +28,7 @@ def make_engine(loaded: LoadedModel, config: Config, bundle: Bundle | None, free
         raise DataError(f"sparsity.selector={config.sparsity.selector} needs predictors=DIR")
     weights = repack(loaded.model, config.decode.storage, free)
     threads = config.decode.threads or numba.get_num_threads()
-    chooser = make_chooser(weights, config, bundle, budget, threads)
+    chooser = make_chooser(weights, config, bundle, budget)
     tap = config.predictor.tap if bundle is None else str(bundle.config["tap"])
     decode = config.decode
     return Engine(
@@ -50,9 +50,7 @@ def refuse_unknown(loaded: LoadedModel, config: Config) -> None:
         )
 
 
-def make_chooser(
-    weights: Weights, config: Config, bundle: Bundle | None, budget: Budget, threads: int
-) -> Chooser | None:
+def make_chooser(weights: Weights, config: Config, bundle: Bundle | None, budget: Budget) -> Predicted | Chooser | None:
     """Who chooses; None where everything is computed, also by a budget that leaves nothing out."""
     name = config.sparsity.selector
     if name == "dense" or all(kept == weights.units(kind) for kind in KINDS for kept in budget.of(kind)):
@@ -65,4 +63,4 @@ def make_chooser(
         for layer, kept in enumerate(budget.of(kind)):
             if kept < weights.units(kind):
                 weights.predictors[kind, layer] = pack_predictor(bundle.predictor(kind, layer), weights.storage)
-    return Predicted(weights, budget, threads)
+    return Predicted(budget)

@@ -1,64 +1,26 @@
-"""Who says which units a token gets while decoding. Shapes: B sequences, D width, U units, N the union's units."""
+"""Who says which units a token gets while decoding. Shapes: B sequences, U units, N the union's units."""
 
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from dejavu.decode import ops
-from dejavu.decode.weights import Weights, matrix, normed_matrix
-from dejavu.errors import DataError
+from dejavu.decode.weights import Weights
 from dejavu.models.topk import top_k_mask
 from dejavu.predictors.bundle import Bundle
 from dejavu.sparsity.budget import Budget
 
 Chosen = tuple[np.ndarray, np.ndarray]  # units of the batch's union, rising (N,); which sequence chose which (B, N)
-Chooser = Callable[[str, int, Tensor], Chosen | None]  # (kind, layer, tap_BD); None: all units
+Chooser = Callable[[str, int, int], Chosen | None]  # (kind, layer, sequences); None: all units
 
 
+@dataclass(frozen=True)
 class Predicted:
-    """Chooses by packed predictors: the k best units of each sequence."""
+    """The weights' predictors choose, inside a half block's operator: the k best units of each sequence."""
 
-    def __init__(self, weights: Weights, budget: Budget, threads: int, skip_zeros: bool = True) -> None:
-        self.weights, self.budget = weights, budget
-        self.halves = {
-            key: (
-                ops.Bound("project", *normed_matrix(predictor.norm, predictor.down), predictor.relu, threads),
-                ops.Bound("choose", *matrix(predictor.up), threads, skip_zeros),
-            )
-            for key, predictor in weights.predictors.items()
-        }
-        self.ready: dict[tuple[str, int], Tensor] = {}  # first halves that ran beside a half block
-
-    def kept(self, kind: str, layer: int) -> int:
-        """Units of each token in a layer."""
-        return self.budget.of(kind)[layer]
-
-    def hidden(self, kind: str, layer: int, tap_BD: Tensor) -> Tensor:
-        """The first half's output, (B, R)."""
-        hidden_BR = torch.empty(len(tap_BD), self.weights.predictors[kind, layer].down.rows.shape[0])
-        ops.project(tap_BD, hidden_BR, self.halves[kind, layer][0].number)
-        return hidden_BR
-
-    def scored(self, kind: str, layer: int, hidden_BR: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores of all units (B, U) and the best of them (B, k). Raises DataError for NaN."""
-        batch = len(hidden_BR)
-        scores_BU = torch.empty(batch, self.weights.units(kind))
-        units_BK = torch.empty(batch, self.kept(kind, layer), dtype=torch.int64)
-        if not ops.choose(hidden_BR, scores_BU, units_BK, self.halves[kind, layer][1].number):
-            raise DataError(
-                f"the predictor of {kind} in layer {layer} gave NaN: check the model, the weights and the bundle"
-            )
-        return scores_BU, units_BK
-
-    def __call__(self, kind: str, layer: int, tap_BD: Tensor) -> Chosen | None:
-        if self.kept(kind, layer) == self.weights.units(kind):
-            return None
-        hidden_BR = self.ready.pop((kind, layer), None)
-        hidden_BR = self.hidden(kind, layer, tap_BD) if hidden_BR is None else hidden_BR
-        return union(self.scored(kind, layer, hidden_BR)[1].numpy(), self.weights.units(kind))
+    budget: Budget
+    skip_zeros: bool = True  # rows of a predictor's second half whose hidden value is zero are not read
 
 
 class Fixed:
@@ -72,9 +34,9 @@ class Fixed:
                 every = kept == weights.units(kind)
                 self.units[kind, layer] = None if every else np.flatnonzero(mask_1U[0].numpy())
 
-    def __call__(self, kind: str, layer: int, tap_BD: Tensor) -> Chosen | None:
+    def __call__(self, kind: str, layer: int, batch: int) -> Chosen | None:
         units_N = self.units[kind, layer]
-        return None if units_N is None else (units_N, np.ones((len(tap_BD), len(units_N)), bool))
+        return None if units_N is None else (units_N, np.ones((batch, len(units_N)), bool))
 
 
 class RandomSets:
@@ -84,11 +46,11 @@ class RandomSets:
         self.weights, self.budget = weights, budget
         self.random = np.random.default_rng(zlib.crc32(str(seed).encode()))
 
-    def __call__(self, kind: str, layer: int, tap_BD: Tensor) -> Chosen | None:
+    def __call__(self, kind: str, layer: int, batch: int) -> Chosen | None:
         units, kept = self.weights.units(kind), self.budget.of(kind)[layer]
         if kept == units:
             return None
-        each = [self.random.choice(units, kept, replace=False, shuffle=False) for _ in range(len(tap_BD))]
+        each = [self.random.choice(units, kept, replace=False, shuffle=False) for _ in range(batch)]
         return union(np.sort(np.stack(each)), units)
 
 

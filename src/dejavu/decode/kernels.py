@@ -129,6 +129,27 @@ def choose(hidden_BR, scores_BU, units_BK, w, s, b, threads, skip):
 
 
 @njit(**OPTIONS)
+def union(units_BK, active_B, units):
+    """The sets of the active sequences as one rising list (N,), and which sequence chose which (B, N)."""
+    batch, kept = units_BK.shape
+    if batch == 1 and active_B[0]:
+        return units_BK[0], np.ones((1, kept), dtype=np.bool_)
+    chosen_BU, units_N, count = np.zeros((batch, units), dtype=np.bool_), np.empty(units, dtype=np.int64), 0
+    for b in range(batch):
+        if active_B[b]:
+            for k in range(kept):
+                chosen_BU[b, units_BK[b, k]] = True
+    for unit in range(units):
+        units_N[count] = unit
+        count += chosen_BU[:, unit].any()
+    mask_BN = np.empty((batch, count), dtype=np.bool_)
+    for b in range(batch):
+        for n in range(count):
+            mask_BN[b, n] = chosen_BU[b, units_N[n]]
+    return units_N[:count], mask_BN
+
+
+@njit(**OPTIONS)
 def some_neurons(first, last, units_N, mask_BN, h_BD, scale_B, w1, s1, b1, w2, s2, skip, sums_BD, read):
     """One thread's neurons: rows of fc1, ReLU, rows of the transposed fc2 for those above zero.
 
@@ -279,3 +300,32 @@ def attention(
             read_PC[p, 1] += 2 * size
         some_rows(p, threads, tap_BD, tap_scale_B, wd, sd, bd, relu, hidden_BR)
     add_partial(sums_PBD, bo, x_BD)
+
+
+@njit(**OPTIONS)
+def chosen(choice):
+    """Whether no score was NaN, and the union of the sets that a predictor chooses from its hidden vectors."""
+    hidden_BR, scores_BU, units_BK, active_B, w, s, b, threads, skip = choice
+    fine = choose(hidden_BR, scores_BU, units_BK, w, s, b, threads, skip)
+    units_N, mask_BN = union(units_BK, active_B, len(b))
+    return fine, units_N, mask_BN
+
+
+@njit(**OPTIONS)
+def choose_mlp(x_BD, choice, half):
+    """`mlp` over the neurons that a predictor chooses, in one call; how many they are, -1 for a score that is NaN."""
+    fine, units_N, mask_BN = chosen(choice)
+    if not fine:
+        return -1
+    mlp(x_BD, units_N, mask_BN, *half)
+    return len(units_N)
+
+
+@njit(**OPTIONS)
+def choose_attention(x_BD, choice, half):
+    """`attention` over the heads that a predictor chooses, in one call; how many they are, -1 for a NaN."""
+    fine, heads_N, mask_BN = chosen(choice)
+    if not fine:
+        return -1
+    attention(x_BD, heads_N, mask_BN, *half)
+    return len(heads_N)

@@ -21,11 +21,15 @@ _operators.define("mlp(Tensor(a!) x, Tensor units, Tensor mask, int bound) -> ()
 _operators.define("attention(Tensor(a!) x, Tensor units, Tensor mask, int bound) -> ()")
 _operators.define("project(Tensor x, Tensor(a!) out, int bound) -> ()")
 _operators.define("choose(Tensor hidden, Tensor(a!) scores, Tensor(b!) units, int bound) -> bool")
+_operators.define("choose_mlp(Tensor(a!) x, int bound) -> int")
+_operators.define("choose_attention(Tensor(a!) x, int bound) -> int")
 
 mlp = torch.ops.dejavu.mlp.default
 attention = torch.ops.dejavu.attention.default
 project = torch.ops.dejavu.project.default
 choose = torch.ops.dejavu.choose.default
+choose_mlp = torch.ops.dejavu.choose_mlp.default
+choose_attention = torch.ops.dejavu.choose_attention.default
 
 _FLOATS, _UNITS, _MASK = numba.float32[:, ::1], numba.int64[::1], numba.boolean[:, ::1]
 # The kernel of each operator, and the types of the arguments that come with a call.
@@ -34,6 +38,8 @@ _KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "attention": (kernels.attention, (_FLOATS, _UNITS, _MASK)),
     "project": (kernels.normed_project, (_FLOATS, _FLOATS)),
     "choose": (kernels.choose, (_FLOATS, _FLOATS, numba.int64[:, ::1])),
+    "choose_mlp": (kernels.choose_mlp, (_FLOATS,)),
+    "choose_attention": (kernels.choose_attention, (_FLOATS,)),
 }
 _numbers = itertools.count()
 _bound: dict[int, tuple[Any, ...]] = {}
@@ -65,25 +71,29 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:
         )
 
 
-def _check_half(x: Tensor, units: Tensor, mask: Tensor) -> None:
-    _check("x", x, torch.float32, -1, -1)
+_MATRIX = 3  # where a kernel's first matrix stands among what is bound: after its norm's weight, bias and epsilon
+
+
+def _check_half(x: Tensor, units: Tensor, mask: Tensor, half: tuple[Any, ...]) -> None:
+    _check("x", x, torch.float32, -1, half[_MATRIX].shape[1])
     _check("units", units, torch.int64, -1)
     _check("mask", mask, torch.bool, len(x), len(units))
 
 
 def _mlp(x: Tensor, units: Tensor, mask: Tensor, bound: int) -> None:
-    _check_half(x, units, mask)
+    _check_half(x, units, mask, _bound[bound])
     kernels.mlp(x.numpy(), units.numpy(), mask.numpy(), *_bound[bound])
 
 
 def _attention(x: Tensor, units: Tensor, mask: Tensor, bound: int) -> None:
-    _check_half(x, units, mask)
+    _check_half(x, units, mask, _bound[bound])
     kernels.attention(x.numpy(), units.numpy(), mask.numpy(), *_bound[bound])
 
 
 def _project(x: Tensor, out: Tensor, bound: int) -> None:
-    _check("x", x, torch.float32, -1, -1)
-    _check("out", out, torch.float32, len(x), -1)
+    rows, columns = _bound[bound][_MATRIX].shape
+    _check("x", x, torch.float32, -1, columns)
+    _check("out", out, torch.float32, len(x), rows)
     kernels.normed_project(x.numpy(), out.numpy(), *_bound[bound])
 
 
@@ -94,5 +104,21 @@ def _choose(hidden: Tensor, scores: Tensor, units: Tensor, bound: int) -> bool:
     return bool(kernels.choose(hidden.numpy(), scores.numpy(), units.numpy(), *_bound[bound]))
 
 
-for _name, _implementation in (("mlp", _mlp), ("attention", _attention), ("project", _project), ("choose", _choose)):
+def _choose_mlp(x: Tensor, bound: int) -> int:
+    choice, half = _bound[bound]
+    _check("x", x, torch.float32, len(choice[0]), half[_MATRIX].shape[1])
+    return int(kernels.choose_mlp(x.numpy(), choice, half))
+
+
+def _choose_attention(x: Tensor, bound: int) -> int:
+    choice, half = _bound[bound]
+    _check("x", x, torch.float32, len(choice[0]), half[_MATRIX].shape[1])
+    return int(kernels.choose_attention(x.numpy(), choice, half))
+
+
+_IMPLEMENTATIONS = {
+    "mlp": _mlp, "attention": _attention, "project": _project, "choose": _choose, "choose_mlp": _choose_mlp,
+    "choose_attention": _choose_attention,
+}  # fmt: skip
+for _name, _implementation in _IMPLEMENTATIONS.items():
     _operators.impl(_name, _implementation, "CPU")

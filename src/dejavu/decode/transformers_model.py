@@ -98,7 +98,7 @@ class EngineCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions held, padding included."""
-        return int(self.engine.length_B[0])
+        return int(self.engine.state.length_B[0])
 
     @property
     def is_croppable(self) -> bool:
@@ -185,7 +185,7 @@ class EngineForward:
             logits_BV = self.engine.prefill(input_ids.numpy(), start_B)
             self.cache = EngineCache(self.engine)
         else:
-            if not np.array_equal(start_B, self.engine.start_B):
+            if not np.array_equal(start_B, self.engine.state.start_B):
                 raise DataError("attention_mask pads these sequences otherwise than their prompts: keep it as it was")
             logits_BV = self.engine.step(input_ids[:, 0].numpy())
         if not bool(torch.isfinite(logits_BV).all()):
@@ -199,9 +199,9 @@ class EngineForward:
                 "this cache is of an earlier generation and the engine holds one at a time: give the whole text as a "
                 "prompt, without a cache"
             )
-        if input_ids.shape != (len(self.engine.length_B), 1):
+        if input_ids.shape != (self.engine.state.batch, 1):
             raise DataError(
-                f"input_ids of shape {tuple(input_ids.shape)} do not go on with {len(self.engine.length_B)} sequences "
+                f"input_ids of shape {tuple(input_ids.shape)} do not go on with {self.engine.state.batch} sequences "
                 "by one token each: give the whole text as a prompt, without a cache and in one chunk"
             )
 

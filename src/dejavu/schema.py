@@ -104,7 +104,7 @@ class Pretrain:
     ffn: int = 1024
     positions: int = 512
     vocabulary: int = 4096
-    tokens: int = 10_000_000
+    tokens: int = 14_000_000
     packages: list[str] = field(default_factory=list)
 
 

@@ -110,8 +110,9 @@ class Engine:
         after_B11 = torch.from_numpy(state.start_B)[:, None, None]
         mask_BTT = (place[None, None, :] <= place[None, :, None]) & (place >= after_B11)
         mask_BTT |= torch.eye(length, dtype=torch.bool)  # padding attends to itself, so that nothing is NaN
+        room = torch.empty(0 if self.weights.storage == "float32" else self.weights.width * self.weights.neurons)
         for number, block in enumerate(self.weights.blocks):
-            x_BTD = self._dense_block(number, block, x_BTD, mask_BTT)
+            x_BTD = self._dense_block(number, block, x_BTD, mask_BTT, room)
         state.filled_LBH[:] = length
         return self._logits(x_BTD[:, -1].contiguous())
 
@@ -121,22 +122,22 @@ class Engine:
         for name in ("keys_LBHTK", "values_LBHTK", "start_B", "length_B", "filled_LBH"):
             getattr(self.state, name)[:] = getattr(other.state, name)
 
-    def _dense_block(self, number: int, block: Block, x_BTD: Tensor, mask_BTT: Tensor) -> Tensor:
-        """One block over the whole prompt, K and V of all heads stored."""
+    def _dense_block(self, number: int, block: Block, x_BTD: Tensor, mask_BTT: Tensor, room: Tensor) -> Tensor:
+        """One block over the whole prompt, K and V of all heads stored; `room` holds one matrix at a time."""
         batch, length, _ = x_BTD.shape
         shape = (batch, length, self.weights.heads, self.weights.head_dim)
         h_BTD = normed_prompt(x_BTD, block.attention_norm)
         q, k, v = (
-            F.linear(h_BTD, unpack(part.rows), torch.from_numpy(part.bias)).view(shape).transpose(1, 2)
+            F.linear(h_BTD, unpack(part.rows, room), torch.from_numpy(part.bias)).view(shape).transpose(1, 2)
             for part in (block.queries, block.keys, block.values)
         )
         self.state.keys_LBHTK[number, :, :, :length] = k.numpy()
         self.state.values_LBHTK[number, :, :, :length] = v.numpy()
         heads = F.scaled_dot_product_attention(q, k, v, mask_BTT[:, None]).transpose(1, 2).flatten(2)
-        m_BTD = x_BTD + heads @ unpack(block.output.rows) + torch.from_numpy(block.output.bias)
+        m_BTD = x_BTD + heads @ unpack(block.output.rows, room) + torch.from_numpy(block.output.bias)
         h_BTD = normed_prompt(m_BTD, block.mlp_norm)
-        a_BTF = F.relu(F.linear(h_BTD, unpack(block.first.rows), torch.from_numpy(block.first.bias)))
-        return m_BTD + a_BTF @ unpack(block.second.rows) + torch.from_numpy(block.second.bias)
+        a_BTF = F.relu(F.linear(h_BTD, unpack(block.first.rows, room), torch.from_numpy(block.first.bias)))
+        return m_BTD + a_BTF @ unpack(block.second.rows, room) + torch.from_numpy(block.second.bias)
 
     def _allocate(self, batch: int, capacity: int, length: int) -> None:
         """Caches for a batch, and the half blocks over them."""

@@ -70,13 +70,19 @@ def pack(weight_RC: Tensor, storage: str) -> Rows:
     return Rows(in_large_pages(values_RC.numpy()), scale_R.numpy(), storage)
 
 
-def unpack(rows: Rows) -> Tensor:
-    """The float32 values that the stored matrix stands for, (R, C)."""
+def unpack(rows: Rows, room: Tensor | None = None) -> Tensor:
+    """The float32 values that the stored matrix stands for, (R, C): the matrix itself where that is what it holds.
+
+    `room`, one-dimensional float32, is written over where it is large enough: fresh memory faults every 4 kB.
+    """
     if rows.storage == "float32":
         return torch.from_numpy(rows.data_RC)
+    if room is None or len(room) < rows.data_RC.size:
+        room = torch.empty(rows.data_RC.size)
+    values_RC = room[: rows.data_RC.size].view(rows.shape)
     if rows.storage == "bfloat16":
-        return torch.from_numpy(rows.data_RC.view(np.int16)).view(torch.bfloat16).float()
-    return torch.from_numpy(rows.data_RC).float() * torch.from_numpy(rows.scale_R)[:, None]
+        return values_RC.copy_(torch.from_numpy(rows.data_RC.view(np.int16)).view(torch.bfloat16))
+    return values_RC.copy_(torch.from_numpy(rows.data_RC)).mul_(torch.from_numpy(rows.scale_R)[:, None])
 
 
 def in_large_pages(array: np.ndarray) -> np.ndarray:

@@ -31,10 +31,15 @@ tables: setup ## Remake the tables and pictures of README and docs
 	$(BIN)/dejavu pipeline run_dir=runs/readme
 	$(BIN)/python -m dejavu.analysis.readme runs/readme README.md
 
-speed: setup ## Remake the latency table of README and docs: on a free machine, 24 GB of memory
-	$(BIN)/dejavu benchmark model=opt-1.3b model.random_init=true benchmark.prompts=[128] \
+speed: setup ## Remake the latency tables of README and docs: on a free machine, 24 GB of memory, 40 minutes
+	$(BIN)/dejavu benchmark model=opt-125m model.random_init=true run_dir=runs/benchmark/opt-125m
+	$(BIN)/dejavu benchmark model=opt-1.3b model.random_init=true \
 	  benchmark.contenders=[hf-eager,ctranslate2,dejavu] run_dir=runs/benchmark/opt-1.3b
-	$(BIN)/python -m dejavu.benchmark.report runs/benchmark/opt-1.3b docs/performance.md opt-1.3b
+	$(BIN)/dejavu benchmark model=opt-6.7b model.random_init=true benchmark.prompts=[128] \
+	  benchmark.contenders=[hf-eager,ctranslate2,dejavu] benchmark.storages=[bfloat16,int8] \
+	  benchmark.ratios=[0.75] benchmark.repeats=3 benchmark.new_tokens=4 run_dir=runs/benchmark/opt-6.7b
+	for name in opt-125m opt-1.3b opt-6.7b; do \
+	  $(BIN)/python -m dejavu.benchmark.report runs/benchmark/$$name docs/performance.md $$name || exit 1; done
 	$(BIN)/python -m dejavu.benchmark.report runs/benchmark/opt-1.3b README.md speed headlines
 
 clean: ## Remove caches and build output (.venv and runs stay)

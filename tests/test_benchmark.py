@@ -16,7 +16,7 @@ from dejavu.benchmark.contenders import CTranslate2, DejaVu, HuggingFace, huggin
 from dejavu.benchmark.ctranslate2_files import convert, write_random
 from dejavu.benchmark.engines import engines
 from dejavu.benchmark.floor import Shape, largest_cache, shape_of, terms
-from dejavu.benchmark.measure import Times, measure, waves, worker
+from dejavu.benchmark.measure import Times, fastest, measure, waves, worker
 from dejavu.decode.weights import Weights, random_weights
 from dejavu.errors import ConfigError, DataError
 from dejavu.schema import Config
@@ -153,6 +153,18 @@ def test_contenders_take_turns_and_failures_become_rows():
     assert len(failed) == 1 and failed["note"].str.contains("GB, 3.9 are there").all()
     assert any("int8" in line for line in said)
     assert (rows["floor_ms"][rows["ms_per_token"].notna()] == "cache-resident").all()
+
+
+def test_a_setting_that_does_not_fit_in_memory_is_not_tried(monkeypatch):
+    tried = []
+
+    def no_worker(spec):
+        tried.append(spec["label"])
+        raise DataError("no")
+
+    monkeypatch.setattr("dejavu.benchmark.measure.worker", no_worker)
+    candidates = [spec(label=label, memory_mb=size) for label, size in (("large", 5000.0), ("small", 400.0))]
+    assert fastest(candidates, 1000.0, [].append)["label"] == "large" and tried == ["small"]
 
 
 def test_a_worker_that_dies_is_told():

@@ -184,13 +184,16 @@ def name(spec: dict[str, Any]) -> str:
     return f"{spec['family']} {spec['storage']}{spec.get('label', '')}"
 
 
-def fastest(candidates: list[dict[str, Any]], say: Say) -> dict[str, Any]:
-    """The setting of a peer that decodes fastest in a short trial, each printed; the first where all fail."""
+def fastest(candidates: list[dict[str, Any]], memory_mb: float, say: Say) -> dict[str, Any]:
+    """The setting of a peer that decodes fastest in a short trial, each printed; the first where all fail.
+
+    What does not fit in memory is not tried: it would take the machine's memory from everybody else.
+    """
     if len(candidates) == 1:
         return candidates[0]
     best, best_ms = candidates[0], float("inf")
     room = 1 + WARM + SEARCH_TOKENS  # the first token comes with the prompt
-    for spec in candidates:
+    for spec in (spec for spec in candidates if spec["memory_mb"] <= memory_mb):
         try:
             with worker(spec) as process:
                 process.ask(do="start", variant=0, prompt=list(range(4, 4 + SEARCH_PROMPT)), room=room)

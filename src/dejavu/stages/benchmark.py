@@ -24,7 +24,7 @@ def run(run: Run) -> None:
     source, architecture = model(run)
     threads = config.decode.threads or os.cpu_count() or 1
     memory_mb = peers.available_mb() if settings.memory_gb is None else settings.memory_gb * 1024
-    chosen = peers.specs(config, source, architecture, threads, lambda specs: fastest(specs, run.say))
+    chosen = peers.specs(config, source, architecture, threads, lambda specs: fastest(specs, memory_mb, run.say))
     results = measure(
         chosen, settings.prompts, settings.new_tokens, settings.repeats, memory_mb, config.seed,
         Bandwidth(threads).gb_s, run.say,

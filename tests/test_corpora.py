@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from dejavu.corpora import sources
+from dejavu.corpora import kept, sources
 from dejavu.corpora.available import SOURCES, SPLITS, check_available, in_cache
 from dejavu.corpora.blocks import encode_documents, pack
 from dejavu.corpora.documents import (
@@ -27,7 +27,7 @@ from dejavu.corpora.documents import (
     unique,
     without_near_duplicates,
 )
-from dejavu.corpora.pydocs import python_version
+from dejavu.corpora.pydocs import python_files, python_version
 from dejavu.corpora.wikitext import articles, detokenise
 from dejavu.errors import DataError
 from dejavu.models import EMBEDDED
@@ -384,6 +384,39 @@ def test_pydocs_has_held_out_text_that_training_does_not_repeat(pydocs: dict[str
     for document in test:
         own = shingles(document.text)
         assert len(own & known) < 0.5 * len(own), document.origin
+
+
+def test_pydocs_is_kept_and_made_anew_when_anything_it_follows_from_changes(tmp_path, monkeypatch) -> None:
+    made = []
+
+    def parse() -> dict[str, list[Document]]:
+        made.append(1)
+        return {"train": [Document("one text\n  of two lines", "a:b")], "test": [Document("two", "c:d")]}
+
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "module.py").write_text("x = 1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("dejavu.corpora.pydocs.pydocs", parse)
+    monkeypatch.setattr("dejavu.corpora.pydocs.library", lambda: library)
+    first = kept.kept_pydocs()
+    assert kept.kept_pydocs() == first == parse() and len(made) == 2, "the second time it is read"
+    (library / "module.py").write_text("x = 12")
+    kept.kept_pydocs()
+    assert len(made) == 3, "another library"
+    for path in kept.folder().iterdir():
+        path.write_text("{}")
+    assert kept.kept_pydocs() == first and len(made) == 4, "what cannot be read is made anew"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(library / "module.py"))
+    assert kept.kept_pydocs() == first, "nor does it need a disk that can be written"
+
+
+def test_python_files_are_those_of_the_package_alone(tmp_path) -> None:
+    for name in ("b.py", "a/c.py", "tests/d.py", "a/site-packages/e.py", "a/f.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "link.py").symlink_to(tmp_path / "b.py")
+    assert [str(path.relative_to(tmp_path)) for path in python_files(tmp_path)] == ["a/c.py", "b.py"]
 
 
 # Blocks

@@ -6,6 +6,7 @@ prose and code that needs no download. Different Python versions carry different
 
 import ast
 import inspect
+import os
 import sys
 import sysconfig
 import warnings
@@ -32,12 +33,17 @@ def pydocs() -> dict[str, list[Document]]:
 
 def standard_library() -> Iterator[Document]:
     """Docstrings of every module of the standard library, in the order of file names."""
-    yield from docstrings(Path(sysconfig.get_paths()["stdlib"]))
+    yield from docstrings(library())
+
+
+def library() -> Path:
+    """The folder of the standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
 
 
 def topics() -> Iterator[Document]:
     """The language reference behind `help("topics")`: the dictionary literal in pydoc_data/topics.py."""
-    path = Path(sysconfig.get_paths()["stdlib"]) / "pydoc_data" / "topics.py"
+    path = library() / "pydoc_data" / "topics.py"
     if not path.exists():  # some distributions split it off
         return
     literal = next(node.value for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, ast.Assign))
@@ -47,10 +53,17 @@ def topics() -> Iterator[Document]:
 
 def docstrings(folder: Path) -> Iterator[Document]:
     """Docstrings of at least `MIN_CHARACTERS` in all Python files below `folder`, tests left out."""
-    for path in sorted(folder.rglob("*.py")):
-        parts = path.relative_to(folder).parts
-        if SKIPPED_FOLDERS.isdisjoint(parts) and not path.is_symlink():
-            yield from file_docstrings(path, ".".join(parts).removesuffix(".py"))
+    for path in python_files(folder):
+        yield from file_docstrings(path, ".".join(path.relative_to(folder).parts).removesuffix(".py"))
+
+
+def python_files(folder: Path) -> list[Path]:
+    """All Python files below a folder in the order of their names, without tests and other packages."""
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
+        found += [Path(place, name) for name in names if name.endswith(".py")]
+    return sorted(path for path in found if not path.is_symlink())
 
 
 def file_docstrings(path: Path, module: str) -> Iterator[Document]:

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from dejavu.corpora.available import LAYOUT, SOURCES, check_available, local_file
 from dejavu.corpora.documents import Document, unique, without_near_duplicates
-from dejavu.corpora.pydocs import dependency_docstrings, pydocs
+from dejavu.corpora.kept import kept_pydocs
+from dejavu.corpora.pydocs import dependency_docstrings
 from dejavu.corpora.wikitext import UNKNOWN, articles, detokenise
 from dejavu.errors import DataError
 from dejavu.schema import Corpus
@@ -68,7 +69,7 @@ def load(
 @cache
 def cached_pydocs() -> dict[str, list[Document]]:
     """`pydocs`, which parses the whole standard library, once."""
-    return pydocs()
+    return kept_pydocs()
 
 
 def mixture(split: str, data_root: Path | None) -> tuple[Document, ...]:

@@ -228,13 +228,15 @@ def test_the_command_measures_and_writes_its_files(tmp_path):
         sys.executable, "-c", "from dejavu.cli import main; main()", "benchmark", "model.random_init=true",
         "benchmark.contenders=[dejavu]", "benchmark.storages=[float32]", "benchmark.ratios=[0.75]",
         "benchmark.prompts=[8]", "benchmark.new_tokens=1", "benchmark.repeats=2", f"run_dir={tmp_path / 'run'}",
-        "tracking=off",
     ]  # fmt: skip
     root = Path(__file__).resolve().parents[1]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert [row["contender"] for row in record["metrics"]["benchmark"]].count("dejavu-sparse") == 1
+    measured = record["metrics"]["benchmark"]
+    assert set(measured) == {f"ms_per_token/dejavu-{kind}/8" for kind in ("dense/float32/0", "sparse/float32/0.75")}
+    assert all(entry["value"] > 0 and entry["n"] == 2 for entry in measured.values())
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")), "tracked as every other stage"
     rows = pd.read_csv(tmp_path / "run" / "benchmark.csv")
     assert rows["ms_per_token"].notna().all() and set(rows["selector"]) == {"dense", "random"}
     refused = subprocess.run([*command, "backend=simulate"], capture_output=True, text=True, cwd=root)

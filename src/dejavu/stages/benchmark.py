@@ -1,10 +1,10 @@
 """`dejavu benchmark`: how long a token takes, dense and sparse, here and with the peers, beside the memory's floor."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from rich.console import Console
 
 from dejavu.benchmark import peers, report
@@ -39,10 +39,20 @@ def run(run: Run) -> None:
     run.record |= {
         "model": {"name": config.model.name},
         "sparsity": {"selector": config.sparsity.selector},
-        "metrics": {"benchmark": json.loads(rows.to_json(orient="records"))},
+        "metrics": {"benchmark": metrics(rows)},
     }
     if (run.folder / "latency.png").exists():
         run.wandb.image("latency", run.folder / "latency.png")
+
+
+def metrics(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    """Milliseconds a token of all that ran, by contender, storage, fraction NOT computed and prompt."""
+    return {
+        f"ms_per_token/{row.contender}/{row.storage}/{row.mlp:g}/{row.prompt_tokens}": {
+            "value": float(row.ms_per_token), "stderr": None, "n": int(row.new_tokens * row.repeats),
+        }
+        for row in rows[rows["ms_per_token"].notna()].itertuples()
+    }  # fmt: skip
 
 
 def model(run: Run) -> tuple[str | None, dict[str, Any]]:

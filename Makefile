@@ -30,10 +30,12 @@ smollm2: setup ## Bring SmolLM2-135M's weights (93 MB) for model=smollm2-135m
 tables: setup ## Remake the tables and pictures of README and docs
 	$(BIN)/dejavu pipeline run_dir=runs/readme
 	$(BIN)/python -m dejavu.analysis.readme runs/readme README.md
+	$(BIN)/dejavu evaluate -cd sweeps -cn engine predictors=runs/readme/train run_dir=runs/engine
+	$(BIN)/python -m dejavu.analysis.readme runs/engine docs/performance.md engine
 
 speed: setup ## Remake the latency tables of README and docs: on a free machine, 24 GB of memory, 40 minutes
 	$(BIN)/dejavu benchmark model=opt-125m model.random_init=true run_dir=runs/benchmark/opt-125m
-	$(BIN)/dejavu benchmark model=opt-1.3b model.random_init=true \
+	$(BIN)/dejavu benchmark model=opt-1.3b model.random_init=true benchmark.prompts=[128,512] \
 	  benchmark.contenders=[hf-eager,ctranslate2,dejavu] run_dir=runs/benchmark/opt-1.3b
 	$(BIN)/dejavu benchmark model=opt-6.7b model.random_init=true benchmark.prompts=[128] \
 	  benchmark.contenders=[hf-eager,ctranslate2,dejavu] benchmark.storages=[bfloat16,int8] \

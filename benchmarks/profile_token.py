@@ -40,6 +40,7 @@ def main(model: str, storage: str, ratio: float, overlap: bool) -> None:
     contender = engines(spec)[0]
     contender.start(np.random.default_rng(0).integers(4, 1000, PROMPT).tolist(), TOKENS + WARM)
     contender.decode(WARM)
+    bandwidth = Bandwidth(THREADS).gb_s()  # with the same operator, so before it is timed
     spent: dict[str, list[float]] = defaultdict(list)
     ops.project = timed(ops.project, "project", spent)
     for half in contender.engine.halves:
@@ -47,7 +48,6 @@ def main(model: str, storage: str, ratio: float, overlap: bool) -> None:
             setattr(half, name, timed(getattr(half, name), half.kind, spent))
     times = contender.decode(TOKENS)
     second_halves_alone(contender.engine, spent)
-    bandwidth = Bandwidth(THREADS).gb_s()
     read = terms(shape, storage, ratio, ratio, rank, PROMPT, 4)
     table = Table(title=f"{model} {storage}, {ratio:.0%} skipped, overlap {overlap}", box=box.SIMPLE_HEAD)
     for header in ("part", "calls", "ms a token", "MB", "GB/s"):

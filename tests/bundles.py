@@ -30,7 +30,7 @@ def untrained_bundle(model: Any, folder: Path, rank: int = 8, layers: list[int] 
     }
     random = torch.Generator().manual_seed(0)
     statistics = {
-        (kind, layer): UnitStatistics(*(torch.rand(parts.units(kind), generator=random) for _ in range(2)), 1.0)
+        (kind, layer): UnitStatistics(*(torch.rand(parts.units(kind), generator=random) for _ in range(3)))
         for kind in KINDS
         for layer in range(parts.layers)
     }

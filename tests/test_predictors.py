@@ -37,7 +37,8 @@ from dejavu.predictors.module import PredictorModule
 from dejavu.predictors.network import Predictor, default_rank
 from dejavu.predictors.statistics import UnitStatistics, collect_statistics
 from dejavu.predictors.train import train_bundle, train_predictors
-from dejavu.schema import Collect, Config
+from dejavu.schema import LABELS, WEIGHTINGS, Collect, Config
+from dejavu.schema import Predictor as Settings
 
 LAYERS, WIDTH, NEURONS, HEADS, TOKENS, DOCUMENTS = 2, 16, 64, 4, 4000, 40
 
@@ -179,15 +180,72 @@ def test_predictor_takes_any_float_type_and_counts_its_cost():
 
 def test_labels_keep_the_order_and_have_one_scale():
     c = torch.tensor([[0.0, 1.0, 4.0], [9.0, 0.0, 16.0]])
-    statistics = UnitStatistics(c.mean(0), c.sqrt().mean(0), 4 / 6)
-    np.testing.assert_allclose(labels.targets(c, statistics) ** 2 * 5, c, rtol=1e-6)
-    assert labels.loss(labels.targets(c, statistics), c, statistics) == 0
-    torch.testing.assert_close(labels.initial_bias(statistics), labels.targets(c, statistics).mean(0))
+    statistics = UnitStatistics(c.mean(0), c.sqrt().mean(0), (c > 0).float().mean(0))
+    order = Settings()
+    np.testing.assert_allclose(labels.targets(c, statistics, order) ** 2 * 5, c, rtol=1e-6)
+    assert labels.loss(labels.targets(c, statistics, order), c, statistics, order) == 0
+    torch.testing.assert_close(labels.initial_bias(statistics, order), labels.targets(c, statistics, order).mean(0))
 
 
 def test_labels_of_a_silent_layer_are_zero():
-    silent = UnitStatistics(torch.zeros(3), torch.zeros(3), 0.0)
-    assert labels.targets(torch.zeros(2, 3), silent).eq(0).all()
+    silent = UnitStatistics(torch.zeros(3), torch.zeros(3), torch.zeros(3))
+    assert labels.targets(torch.zeros(2, 3), silent, Settings()).eq(0).all()
+
+
+def test_the_references_labels_and_weights_are_what_they_say():
+    c = torch.tensor([[0.0, 1.0, 4.0, 2.0], [9.0, 0.0, 16.0, 0.0]])
+    statistics = UnitStatistics(c.mean(0), c.sqrt().mean(0), (c > 0).float().mean(0))
+    nonzero, top = Settings(label="nonzero"), Settings(label="top", label_density=0.25)
+    assert labels.targets(c, statistics, nonzero).tolist() == [[0, 1, 1, 1], [1, 0, 1, 0]]
+    assert labels.targets(c, statistics, top).tolist() == [[0, 0, 1, 0], [0, 0, 1, 0]]
+    start = labels.initial_bias(statistics, nonzero).sigmoid()
+    torch.testing.assert_close(start, torch.tensor([0.5, 0.5, 0.999, 0.5]))
+    torch.testing.assert_close(labels.initial_bias(statistics, top).sigmoid(), torch.full((4,), 0.25))
+    scores = torch.zeros(2, 4)
+    assert labels.loss(scores, c, statistics, nonzero) == pytest.approx(math.log(2))
+    weighted = Settings(label="nonzero", weighting="contribution")
+    assert labels.loss(scores, c, statistics, weighted) == pytest.approx(math.log(2)), "weights have mean 1"
+    scores[:, 1] = 3.0  # wrong for a unit that matters little
+    assert labels.loss(scores, c, statistics, weighted) < labels.loss(scores, c, statistics, nonzero)
+
+
+FORMS = {
+    "the reference's linear map": {"norm": False, "activation": "none", "bias": False, "label": "nonzero"},
+    "a shared trunk": {"trunk": True},
+    "top": {"label": "top", "weighting": "contribution"},
+    "weighted": {"weighting": "contribution"},
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_every_form_of_predictor_learns_and_comes_back(form, tmp_path):
+    wanted = config(epochs=4)
+    for key, value in form.items():
+        setattr(wanted.predictor, key, value)
+    bundle, metrics = train_bundle(FakeCache(), wanted, tmp_path)
+    assert metrics["recall_of_mass"]["mlp"] > metrics["static_recall_of_mass"]["mlp"] + 0.05
+    loaded, tap = load_bundle(tmp_path / "bundle"), torch.randn(8, WIDTH)
+    for key in ((kind, layer) for kind in KINDS for layer in range(LAYERS)):
+        assert torch.equal(loaded.predictor(*key)(tap), bundle.predictor(*key)(tap))
+        assert (loaded.predictor(*key).up.bias is None) == (form.get("bias") is False)
+    trunks = [name for name in loaded.tensors if ".trunk." in name]
+    downs = {loaded.predictor("mlp", layer).down.weight.sum().item() for layer in range(LAYERS)}
+    assert len(trunks) == (4 if form.get("trunk") else 0) and len(downs) == (1 if form.get("trunk") else LAYERS)
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("value", [0.0, 1.0, 7.5])
+def test_labels_that_are_all_alike_train_without_nan(label, value, tmp_path):
+    cache = FakeCache()
+    cache.mlp = lambda layer, rows: np.full((TOKENS, NEURONS), value, np.float32)[rows]
+    cache.heads_of = lambda layer, rows: np.full((TOKENS, HEADS), value, np.float32)[rows]
+    for weighting in WEIGHTINGS:
+        wanted = config(epochs=1)
+        wanted.predictor.label, wanted.predictor.weighting = label, weighting
+        trained = train_predictors(cache, wanted, tmp_path)
+        figures = [value for layer in trained.metrics["layers"].values() for value in layer["recall_of_mass"].values()]
+        assert all(0 <= figure <= 1 for figure in figures)
+        assert all(bool(p.isfinite().all()) for each in trained.predictors.values() for p in each.parameters())
 
 
 # --- statistics and metrics
@@ -458,7 +516,7 @@ def flip(path: Path, place: int) -> None:
         (lambda f: (f / CONFIG).write_text("[]"), r"config\.json is not a JSON object"),
         (lambda f: (f / CONFIG).write_text('{"format_version": 1}'), r"config\.json lacks id"),
         (lambda f: (f / CONFIG).unlink(), "holds no predictor bundle"),
-        (lambda f: resigned(f, lambda c, t: c.update(format_version=2)), "format_version 2 .* update dejavu"),
+        (lambda f: resigned(f, lambda c, t: c.update(format_version=3)), "format_version 3 .* update dejavu"),
         (lambda f: resigned(f, lambda c, t: c.update(layers=[0, 1, 1])), "names layer 1 twice"),
         (lambda f: resigned(f, lambda c, t: c.update(layers=[0, 7])), "names layer 7 but the model has layers 0 to 1"),
         (lambda f: resigned(f, lambda c, t: t.pop("mlp.1.up.bias")), r"has no mlp\.1\.up\.bias"),

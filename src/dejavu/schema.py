@@ -17,6 +17,8 @@ RULES = ("topk", "threshold", "nonzero")
 POSITIONS = ("all", "decode", "last_fraction", "last")
 TAPS = ("overlap", "direct", "previous")
 PARTS = ("both", "mlp", "heads")
+LABELS = ("contribution", "top", "nonzero")
+WEIGHTINGS = ("none", "contribution")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
 ENCODINGS = ("auto", "sparse", "top", "dense")
@@ -80,6 +82,11 @@ class Predictor:
     rank: int | None = None
     norm: bool = True
     activation: str = "relu"
+    bias: bool = True
+    trunk: bool = False
+    label: str = "contribution"
+    label_density: float = 0.25
+    weighting: str = "none"
     layers: list[int] | None = None
 
 
@@ -258,6 +265,9 @@ def check(config: Config) -> None:
     one_of("sparsity.part", sparsity.part, PARTS)
     one_of("predictor.tap", predictor.tap, TAPS)
     one_of("predictor.activation", predictor.activation, ("relu", "none"))
+    one_of("predictor.label", predictor.label, LABELS)
+    one_of("predictor.weighting", predictor.weighting, WEIGHTINGS)
+    within("predictor.label_density", predictor.label_density, 1e-9, 1, "the share of units that count as the best")
     one_of("collect.encoding", config.collect.encoding, ENCODINGS)
     one_of("corpus.name", corpus.name, CORPORA)
     one_of("tracking.mode", config.tracking.mode, TRACKING_MODES)

@@ -1,6 +1,7 @@
 """A predictor bundle: the folder in which trained predictors and static statistics are saved and shared.
 
-    predictors.safetensors   mlp.3.down.weight, ... of each predictor; mlp.3.static (mean contribution of each unit)
+    predictors.safetensors   mlp.3.down.weight, ... of each predictor (mlp.trunk.down.weight of all that share one);
+                             mlp.3.static (mean contribution of each unit)
     config.json              what they are for, how they were trained, how good they are; its id covers both files
 
 A bundle is never changed: another training is another bundle. Nothing in it is a pickle.
@@ -67,9 +68,8 @@ class Bundle:
                 f"bundle {self.folder} has predictors for the layers {', '.join(map(str, self.layers))} and not for "
                 f"{layer}: leave that layer dense (sparsity.dense_layers) or train its predictors too"
             )
-        prefix = f"{kind}.{layer}."
         predictor = empty_predictor(self.config, kind)
-        weights = {name: self.tensors[prefix + name] for name in predictor.state_dict()}
+        weights = {name: self.tensors[stored_name(self.config, kind, layer, name)] for name in predictor.state_dict()}
         predictor.load_state_dict(weights, assign=True)
         return predictor.eval().requires_grad_(False)
 
@@ -110,6 +110,11 @@ def describe(
         "rank": default_rank(cache.width) if config.predictor.rank is None else config.predictor.rank,
         "norm": config.predictor.norm,
         "activation": config.predictor.activation,
+        "bias": config.predictor.bias,
+        "trunk": config.predictor.trunk,
+        "label": config.predictor.label,
+        "label_density": config.predictor.label_density,
+        "weighting": config.predictor.weighting,
         "layers": list(layers),
         "cache": cache.id,
         "corpus": cache.manifest["corpus"],
@@ -120,12 +125,20 @@ def describe(
     }
 
 
+def stored_name(config: Mapping[str, Any], kind: str, layer: int, name: str) -> str:
+    """How a predictor's tensor is called in the file: `mlp.3.up.weight`; of a shared trunk `mlp.trunk.down.weight`."""
+    shared = config.get("trunk", False) and name.startswith("down.")
+    return f"{kind}.trunk.{name}" if shared else f"{kind}.{layer}.{name}"
+
+
 def empty_predictor(config: Mapping[str, Any], kind: str) -> Predictor:
     """A predictor of the described shape without memory (on the meta device)."""
     sizes = config["anatomy"]
     units = sizes["neurons"] if kind == "mlp" else sizes["heads"]
     with torch.device("meta"):
-        return Predictor(sizes["width"], units, config["rank"], config["norm"], config["activation"])
+        return Predictor(
+            sizes["width"], units, config["rank"], config["norm"], config["activation"], config.get("bias", True)
+        )
 
 
 def save_bundle(
@@ -143,7 +156,9 @@ def save_bundle(
         raise DataError(f"{folder} exists and bundles are never changed: choose another folder, or delete this one")
     tensors = {f"{kind}.{layer}.static": entry.mean_U for (kind, layer), entry in statistics.items()}
     for (kind, layer), predictor in predictors.items():
-        tensors |= {f"{kind}.{layer}.{name}": tensor for name, tensor in predictor.state_dict().items()}
+        tensors |= {
+            stored_name(description, kind, layer, name): tensor for name, tensor in predictor.state_dict().items()
+        }
     tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in tensors.items()}
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
@@ -212,7 +227,9 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         for layer in range(config["anatomy"]["layers"]):
             found[f"{kind}.{layer}.static"] = (predictor.units,)
             if layer in config["layers"]:
-                found |= {f"{kind}.{layer}.{name}": tuple(t.shape) for name, t in predictor.state_dict().items()}
+                found |= {
+                    stored_name(config, kind, layer, name): tuple(t.shape) for name, t in predictor.state_dict().items()
+                }
     return found
 
 

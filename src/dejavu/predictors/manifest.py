@@ -11,7 +11,7 @@ from typing import Any
 
 from dejavu.errors import DataError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: predictors without biases, and with a shared first layer
 CONFIG = "config.json"
 WEIGHTS = "predictors.safetensors"
 REQUIRED = ("id", "weights_sha256", "model", "anatomy", "tap", "rank", "layers", "document_hashes")

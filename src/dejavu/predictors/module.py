@@ -17,6 +17,7 @@ from dejavu.predictors.data import Batch
 from dejavu.predictors.metrics import SelectionRecall, mean_figure
 from dejavu.predictors.network import Predictor
 from dejavu.predictors.statistics import Key, UnitStatistics
+from dejavu.schema import Predictor as PredictorSettings
 from dejavu.schema import Trainer
 
 
@@ -36,6 +37,7 @@ class PredictorModule(pl.LightningModule):
         self,
         predictors: Mapping[Key, Predictor],
         statistics: Mapping[Key, UnitStatistics],
+        learnt: PredictorSettings,
         settings: Trainer,
         total_steps: int,
     ) -> None:
@@ -44,12 +46,13 @@ class PredictorModule(pl.LightningModule):
         self.automatic_optimization = False
         self.keys = list(predictors)
         self.statistics = dict(statistics)
-        self.settings, self.total_steps = settings, total_steps
+        self.learnt, self.settings, self.total_steps = learnt, settings, total_steps
         self.predictors = _nested(predictors)
         self.metrics = _nested({key: SelectionRecall() for key in self.keys})
         with torch.no_grad():
             for key, predictor in predictors.items():
-                predictor.up.bias.copy_(labels.initial_bias(self.statistics[key]))
+                if predictor.up.bias is not None:
+                    predictor.up.bias.copy_(labels.initial_bias(self.statistics[key], learnt))
 
     def predictor(self, key: Key) -> Predictor:
         return _member(self.predictors, key)
@@ -108,7 +111,7 @@ class PredictorModule(pl.LightningModule):
 
     def _backward(self, key: Key, tap_ND: Tensor, contributions_NU: Tensor) -> Tensor:
         scores_NU = self.predictor(key)(tap_ND.to(self.device))
-        loss = labels.loss(scores_NU, contributions_NU.to(self.device), self.statistics[key])
+        loss = labels.loss(scores_NU, contributions_NU.to(self.device), self.statistics[key], self.learnt)
         self.manual_backward(loss)
         return loss.detach()
 

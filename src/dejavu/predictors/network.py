@@ -2,9 +2,12 @@
 
 Two thin layers as in Deja Vu (Liu et al., ICML 2023, section 4.1), with what its code leaves out: a normalisation of
 the raw residual, whose size differs by an order of magnitude between layers and tokens, biases, and a ReLU between.
+With a trunk the first of the two is one for all layers of a kind.
 
 Shape suffixes: N tokens, D width of the model, R rank, U units (neurons or heads).
 """
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +21,27 @@ def default_rank(width: int) -> int:
 
 
 class Predictor(nn.Module):
-    """LayerNorm (optional), Linear to `rank`, ReLU (optional), Linear to `units`.
+    """LayerNorm (optional), Linear to `rank`, ReLU (optional), Linear to `units`; biases are optional too.
 
     The scores order the units of a token. They are no probabilities and have no threshold: any number of the best can
     be taken.
     """
 
-    def __init__(self, width: int, units: int, rank: int | None = None, norm: bool = True, activation: str = "relu"):
+    def __init__(
+        self,
+        width: int,
+        units: int,
+        rank: int | None = None,
+        norm: bool = True,
+        activation: str = "relu",
+        bias: bool = True,
+    ) -> None:
         super().__init__()
         rank = default_rank(width) if rank is None else rank
         self.norm = nn.LayerNorm(width) if norm else nn.Identity()
-        self.down = nn.Linear(width, rank)
+        self.down = nn.Linear(width, rank, bias=bias)
         self.activation = {"relu": nn.ReLU(), "none": nn.Identity()}[activation]
-        self.up = nn.Linear(rank, units)
+        self.up = nn.Linear(rank, units, bias=bias)
 
     def forward(self, tap_ND: Tensor) -> Tensor:
         """Scores (N, U) in the predictor's own dtype, from a tap in any float dtype."""
@@ -54,9 +65,16 @@ class Predictor(nn.Module):
 
 
 def seeded_predictor(
-    seed: int, layer: int, width: int, units: int, rank: int | None, norm: bool, activation: str
+    seed: int, layer: int, width: int, units: int, rank: int | None, norm: bool, activation: str, bias: bool = True
 ) -> Predictor:
     """A predictor whose first weights depend on the seed, its layer and its shape, not on which others are built."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed((seed * 1_000_003 + layer) % 2**63)
-        return Predictor(width, units, rank, norm, activation)
+        return Predictor(width, units, rank, norm, activation, bias)
+
+
+def share_trunk(predictors: Mapping[tuple[str, int], Predictor]) -> None:
+    """Give the predictors of each kind one first layer: that of the lowest layer."""
+    for kind, layer in sorted(predictors):
+        first = min(other for name, other in predictors if name == kind)
+        predictors[kind, layer].down = predictors[kind, first].down

@@ -23,12 +23,17 @@ class UnitStatistics:
 
     mean_U   mean contribution of each unit: what the selector `static` orders by
     root_U   mean of the square root of each unit's contribution
-    active   share of (token, unit) pairs with a contribution above 0
+    active_U share of tokens to which each unit contributes at all
     """
 
     mean_U: Tensor
     root_U: Tensor
-    active: float
+    active_U: Tensor
+
+    @property
+    def active(self) -> float:
+        """Share of (token, unit) pairs with a contribution above 0."""
+        return float(self.active_U.double().mean())
 
     @property
     def scale(self) -> float:
@@ -49,15 +54,13 @@ def collect_statistics(cache: ActivationCache, rows: np.ndarray, layers: Iterabl
 
 
 def _averages(cache: ActivationCache, key: Key, rows: np.ndarray) -> UnitStatistics:
-    sums_U = roots_U = np.float64(0)
-    active = seen = 0
+    sums_U = roots_U = active_U = np.float64(0)
     for first in range(0, len(rows), CHUNK):
         c_NU = contributions(cache, key, rows[first : first + CHUNK])
         sums_U = sums_U + c_NU.sum(0, dtype=np.float64)
         roots_U = roots_U + np.sqrt(c_NU).sum(0, dtype=np.float64)
-        active += int(np.count_nonzero(c_NU))
-        seen += c_NU.size
-    return UnitStatistics(_mean(sums_U, len(rows)), _mean(roots_U, len(rows)), active / seen)
+        active_U = active_U + np.count_nonzero(c_NU, axis=0)
+    return UnitStatistics(*(_mean(total_U, len(rows)) for total_U in (sums_U, roots_U, active_U)))
 
 
 def _mean(sums_U: np.ndarray | np.float64, tokens: int) -> Tensor:

@@ -20,7 +20,7 @@ from dejavu.predictors.bundle import Bundle, describe, save_bundle
 from dejavu.predictors.data import CacheData
 from dejavu.predictors.metrics import SelectionRecall
 from dejavu.predictors.module import PredictorModule, mean_recalls, name_of
-from dejavu.predictors.network import Predictor, seeded_predictor
+from dejavu.predictors.network import Predictor, seeded_predictor, share_trunk
 from dejavu.predictors.statistics import Key, UnitStatistics, collect_statistics
 from dejavu.schema import Config
 from dejavu.tracking.lightning import quiet_lightning
@@ -80,7 +80,7 @@ def train_predictors(
     statistics = collect_statistics(cache, data.train_rows, range(cache.layers))
     steps = len(data.sampler) * config.trainer.epochs
     steps = min(steps, config.trainer.max_steps) if config.trainer.max_steps > 0 else steps
-    module = PredictorModule(new_predictors(cache, config, layers), statistics, config.trainer, steps)
+    module = PredictorModule(new_predictors(cache, config, layers), statistics, config.predictor, config.trainer, steps)
     trainer = _fit(module, data, config, folder, steps, loggers, callbacks)
     metrics = held_out_metrics(module, data) | {
         "epochs": math.ceil(trainer.global_step / len(data.sampler)),
@@ -107,12 +107,15 @@ def chosen_layers(layers: list[int] | None, count: int) -> list[int]:
 def new_predictors(cache: ActivationCache, config: Config, layers: Sequence[int]) -> dict[Key, Predictor]:
     """Untrained predictors for a cache's model."""
     settings, units = config.predictor, {"mlp": cache.neurons, "heads": cache.heads}
-    shape = (settings.rank, settings.norm, settings.activation)
-    return {
+    shape = (settings.rank, settings.norm, settings.activation, settings.bias)
+    found = {
         (kind, layer): seeded_predictor(config.seed, layer, cache.width, units[kind], *shape)
         for kind in KINDS
         for layer in layers
     }
+    if settings.trunk:
+        share_trunk(found)
+    return found
 
 
 def held_out_metrics(module: PredictorModule, data: CacheData) -> dict[str, Any]:

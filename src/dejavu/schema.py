@@ -57,6 +57,7 @@ class Corpus:
 class Collect:
     encoding: str = "auto"
     top: float = 0.5
+    on_policy: bool = False
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Run the dense model over token blocks and record it.
+"""Run a model over token blocks and record it: the dense one, or one with units left out.
 
 Shape suffixes: N blocks, T tokens of a block, B blocks of a batch, V vocabulary.
 """
@@ -6,6 +6,7 @@ Shape suffixes: N blocks, T tokens of a block, B blocks of a batch, V vocabulary
 import hashlib
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,13 @@ from dejavu.models.load import LoadedModel
 from dejavu.models.observe import observed
 from dejavu.schema import Collect
 
+Masked = Callable[[Tensor], AbstractContextManager[Any]]  # by which of the N tokens are no padding
 PLAIN_BATCHES = 4  # run a second time without hooks, to know what recording costs
+
+
+def whole(kept_N: Tensor) -> AbstractContextManager[Any]:
+    """Leaves nothing out."""
+    return nullcontext()
 
 
 def cache_head(
@@ -56,12 +63,15 @@ def collect(
     batch_size: int,
     settings: Collect,
     progress: Callable[[int, int], None] | None = None,
+    masked: Masked = whole,
 ) -> dict[str, float | None]:
     """Record all blocks that the writer does not have yet, in order; `writer.finish()` is the caller's.
 
     blocks_NT     token ids
     documents_NT  number of each token's document; below 0 for padding, which ends a block and is not recorded
     progress      called with (batches done, batches in all) after each batch
+    masked        leaves units out while its context lasts; what is recorded is that stream, and of each layer what
+                  all its units would contribute to it
 
     Returns what this call did: tokens, seconds, tokens_per_second, plain_tokens_per_second (up to 4 batches run again
     without hooks, each right after it was recorded), speed_ratio (of recording to plain on those batches) and
@@ -77,7 +87,7 @@ def collect(
     recorder = Recorder(loaded.anatomy, writer)
     for number in todo:
         batch = Batch(blocks_NT[plan[number]], documents_NT[plan[number]])
-        seconds = _timed(_record, loaded, batch, recorder, writer)
+        seconds = _timed(_record, loaded, batch, recorder, writer, masked)
         recorded.add(batch.tokens, seconds)
         if number in compared:
             paired.add(batch.tokens, seconds)
@@ -127,10 +137,12 @@ class Batch:
         return int(self.keep_BT.sum())
 
 
-def _record(loaded: LoadedModel, batch: Batch, recorder: Recorder, writer: CacheWriter) -> None:
+def _record(loaded: LoadedModel, batch: Batch, recorder: Recorder, writer: CacheWriter, masked: Masked) -> None:
     keep_BT = batch.keep_BT
-    recorder.begin(None if keep_BT.all() else torch.from_numpy(keep_BT).to(loaded.device))
-    with observed(loaded.anatomy, recorder):
+    kept_BT = torch.from_numpy(keep_BT).to(loaded.device)
+    recorder.begin(None if keep_BT.all() else kept_BT)
+    # The recorder first: it sees each layer's units before any of them is left out.
+    with observed(loaded.anatomy, recorder), masked(kept_BT.reshape(-1)):
         _forward(loaded, batch)
     columns = {
         "document.u32": batch.documents_BT,

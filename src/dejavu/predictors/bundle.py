@@ -103,6 +103,7 @@ def describe(
     absent = [key for key in ("model", "corpus", "document_hashes") if key not in cache.manifest]
     if absent:
         raise DataError(f"activation cache {cache.id} does not record its {', '.join(absent)}: collect it again")
+    stream = cache.manifest.get("stream", {})  # none: the dense model's
     return {
         "model": {key: cache.manifest["model"][key] for key in ("name", "fingerprint")},
         "anatomy": {key: getattr(cache, key) for key in SIZES},
@@ -118,7 +119,8 @@ def describe(
         "layers": list(layers),
         "cache": cache.id,
         "corpus": cache.manifest["corpus"],
-        "document_hashes": cache.manifest["document_hashes"],
+        "stream": {key: value for key, value in stream.items() if key != "document_hashes"},
+        "document_hashes": sorted({*cache.manifest["document_hashes"], *stream.get("document_hashes", [])}),
         "training": asdict(config.trainer),
         "seed": config.seed,
         "metrics": dict(metrics),

@@ -1,12 +1,21 @@
-"""`dejavu collect`: run the dense model over a corpus and keep what predictors learn from."""
+"""`dejavu collect`: run a model over a corpus and keep what predictors learn from.
+
+Predictors learn from the dense stream and are served the one that they themselves thin out. `collect.on_policy=true`
+records that one: the taps they will read, and what each unit would contribute there.
+"""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from rich.progress import Progress
+from torch import Tensor
 
-from dejavu.activations.collect import cache_head, collect
+from dejavu.activations.collect import Masked, cache_head, collect, whole
 from dejavu.activations.space import check_free_space, estimate_bytes
 from dejavu.activations.writer import CacheWriter
 from dejavu.corpora.blocks import encode_documents, pack
@@ -15,12 +24,16 @@ from dejavu.corpora.sources import documents
 from dejavu.errors import DataError
 from dejavu.models.load import LoadedModel, load_model
 from dejavu.models.memory import keep_freed_memory
+from dejavu.predictors.bundle import load_bundle
 from dejavu.schema import Config
+from dejavu.sparsity.budget import make_budget
+from dejavu.sparsity.layers import Sparsifier
+from dejavu.sparsity.selectors import Predicted, Tokens
 from dejavu.tracking.run import Run, interactive
 
 
 def run(run: Run) -> None:
-    """Blocks of the corpus's train split, the dense forward pass over them, the cache in `run.folder/cache`."""
+    """Blocks of the corpus's train split, the forward pass over them, the cache in `run.folder/cache`."""
     keep_freed_memory()
     config = run.config
     loaded = load_model(config)
@@ -30,9 +43,13 @@ def run(run: Run) -> None:
         "corpus": {"name": config.corpus.name, "hash": corpus_hash(texts)},
         "document_hashes": [document.hash for document in texts],
     }
+    masked: Masked = whole
+    if config.collect.on_policy:
+        masked, head["stream"] = on_policy(loaded, config)
     check_free_space(run.folder, estimate_bytes(loaded.anatomy, tokens_NT.size, head["encoding"], config.collect.top))
     run.say(
         f"collecting {tokens_NT.size:,} tokens of {len(texts):,} documents of {config.corpus.name} with {loaded.name}"
+        + (f", thinned out by bundle {head['stream']['bundle']}" if config.collect.on_policy else "")
     )
     with CacheWriter(run.folder / "cache", head) as writer, Progress(disable=not interactive(), transient=True) as bars:
         bar = bars.add_task("collecting", total=None)
@@ -40,7 +57,7 @@ def run(run: Run) -> None:
         def show(done: int, total: int) -> None:
             bars.update(bar, completed=done, total=total)
 
-        timing = collect(loaded, tokens_NT, documents_NT, writer, config.batch_size, config.collect, show)
+        timing = collect(loaded, tokens_NT, documents_NT, writer, config.batch_size, config.collect, show, masked)
         writer.finish()
     if timing["speed_ratio"] is not None:
         run.say(
@@ -52,6 +69,27 @@ def run(run: Run) -> None:
         "corpus": {**head["corpus"], "documents": len(texts), "tokens": int(tokens_NT.size)},
         "timing": timing,
     }
+
+
+def on_policy(loaded: LoadedModel, config: Config) -> tuple[Masked, dict[str, Any]]:
+    """What leaves units out while recording, and how the cache names that stream.
+
+    Raises DataError for a bundle of another model.
+    """
+    bundle = load_bundle(Path(str(config.predictors)))
+    bundle.check_fits(loaded.fingerprint, loaded.anatomy)
+    budget = make_budget(config.sparsity, loaded.anatomy)
+    sparsifier = Sparsifier(loaded.anatomy, Predicted(bundle, loaded.device), budget, tap=bundle.config["tap"])
+
+    @contextmanager
+    def masked(kept_N: Tensor) -> Iterator[None]:
+        with sparsifier.attached():
+            place_N = torch.arange(len(kept_N), device=kept_N.device)
+            sparsifier.begin(Tokens(kept_N, place_N, place_N))
+            yield
+
+    stream = {"bundle": bundle.id, "mlp": budget.mlp, "heads": budget.heads}
+    return masked, {**stream, "document_hashes": bundle.config["document_hashes"]}
 
 
 def corpus_blocks(config: Config, loaded: LoadedModel) -> tuple[list[Document], np.ndarray, np.ndarray]:

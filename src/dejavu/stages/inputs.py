@@ -53,6 +53,11 @@ def check_data(stage: str, config: Config) -> None:
 def check_backend(stage: str, config: Config) -> None:
     """Raise ConfigError for a stage that the config's back end cannot serve."""
     sparsity, kernel = config.sparsity, config.backend == "kernel"
+    if stage == "collect" and config.collect.on_policy and sparsity.selector != "predictor":
+        raise ConfigError(
+            f"collect.on_policy=true records what predictors leave: use sparsity.selector=predictor, not "
+            f"{sparsity.selector}"
+        )
     if stage == "generate":
         check_kernel(sparsity)
     if stage == "benchmark" and not kernel:
@@ -74,7 +79,8 @@ def resolve_inputs(stage: str, config: Config) -> dict[str, str | None]:
         config.cache = str(_found(config, config.cache, "cache"))
         ids["cache"] = cache_id(Path(config.cache))
     random = config.model.random_init and stage == "benchmark"  # whose predictors are random too
-    if "bundle" in needed and config.sparsity.selector in ("predictor", "static") and not random:
+    chosen = config.sparsity.selector in ("predictor", "static") and not random
+    if ("bundle" in needed and chosen) or (stage == "collect" and config.collect.on_policy):
         config.predictors = str(_found(config, config.predictors, "bundle"))
         ids["bundle"] = bundle_id(Path(config.predictors))
     return ids

@@ -146,7 +146,7 @@ class Listening(Selector):
 def test_the_recorded_tap_is_the_tap_given_at_evaluation(demo, loaded, tap):
     """Every element, layer and kind: what predictors learn from is what they are served (at ratio 0, equal batches)."""
     cache = ActivationCache(demo / "collect" / "cache")
-    _, tokens_NT, _ = corpus_blocks(config(), loaded)
+    _, tokens_NT, _ = corpus_blocks(config(), loaded, config().corpus.tokens)
     batch = torch.from_numpy(tokens_NT[:16].astype(np.int64))
     listening = Listening()
     dense = make_budget(config().sparsity.__class__(ratio=0.0), loaded.anatomy)

@@ -17,6 +17,8 @@ RULES = ("topk", "threshold", "nonzero")
 POSITIONS = ("all", "decode", "last_fraction", "last")
 TAPS = ("overlap", "direct", "previous")
 PARTS = ("both", "mlp", "heads")
+METHODS = ("loss", "recall", "uniform")
+BUDGETS = ("uniform", "calibrated")
 LABELS = ("contribution", "top", "nonzero")
 WEIGHTINGS = ("none", "contribution")
 DEVICES = ("auto", "cpu", "cuda")
@@ -117,6 +119,16 @@ class Pretrain:
 
 
 @dataclass
+class Calibrate:
+    method: str = "loss"
+    targets: list[float] = field(default_factory=lambda: [0.25, 0.5, 0.65, 0.75, 0.9])
+    levels: list[float] = field(default_factory=lambda: [0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75])
+    tokens: int = 16_384
+    target_recall: float | None = None
+    max_perplexity_increase: float | None = None
+
+
+@dataclass
 class Task:
     kind: str = "rolling"
     corpus: str = "pydocs"
@@ -197,6 +209,7 @@ class Config:
     sparsity: Sparsity = field(default_factory=Sparsity)
     predictor: Predictor = field(default_factory=Predictor)
     trainer: Trainer = field(default_factory=Trainer)
+    calibrate: Calibrate = field(default_factory=Calibrate)
     pretrain: Pretrain = field(default_factory=Pretrain)
     tasks: Tasks = field(default_factory=Tasks)
     evaluation: Evaluation = field(default_factory=Evaluation)
@@ -262,7 +275,8 @@ def check(config: Config) -> None:
     one_of("sparsity.selector", sparsity.selector, SELECTORS)
     one_of("sparsity.rule", sparsity.rule, RULES)
     one_of("sparsity.positions", sparsity.positions, POSITIONS)
-    one_of("sparsity.budget", sparsity.budget, ("uniform",))
+    one_of("sparsity.budget", sparsity.budget, BUDGETS)
+    check_calibrate(config.calibrate)
     one_of("sparsity.part", sparsity.part, PARTS)
     one_of("predictor.tap", predictor.tap, TAPS)
     one_of("predictor.activation", predictor.activation, ("relu", "none"))
@@ -323,6 +337,23 @@ def check(config: Config) -> None:
     for key, value in positive.items():
         if value is not None and value <= 0:
             raise ConfigError(f"{key}={value} is out of range: it must be above 0")
+
+
+def check_calibrate(calibrate: Calibrate) -> None:
+    """Raise ConfigError for the first value of the stage calibrate that is out of range."""
+    one_of("calibrate.method", calibrate.method, METHODS)
+    for target in calibrate.targets:
+        within("calibrate.targets", target, 1e-9, 1, "a share of the body's bytes that is NOT read")
+    for level in calibrate.levels:
+        within("calibrate.levels", level, 1e-9, 1, "the share of a group's units that is computed")
+    if calibrate.target_recall is not None:
+        within("calibrate.target_recall", calibrate.target_recall, 0, 1, "the recall of mass of every group")
+    if calibrate.max_perplexity_increase is not None:
+        within("calibrate.max_perplexity_increase", calibrate.max_perplexity_increase, 0, 10, "0.01 is one per cent")
+    if not calibrate.targets:
+        raise ConfigError("calibrate.targets is empty: name shares of the body's bytes, such as [0.5,0.75]")
+    if calibrate.tokens <= 0:
+        raise ConfigError(f"calibrate.tokens={calibrate.tokens} is out of range: it must be above 0")
 
 
 def check_kernel(sparsity: Sparsity) -> None:

@@ -10,7 +10,8 @@ from dejavu.models.anatomy import KINDS
 from dejavu.models.load import LoadedModel
 from dejavu.predictors.bundle import Bundle
 from dejavu.schema import Config, check_kernel
-from dejavu.sparsity.budget import Budget, make_budget
+from dejavu.sparsity.budget import Budget
+from dejavu.sparsity.calibration import choose_budget
 
 
 def make_engine(loaded: LoadedModel, config: Config, bundle: Bundle | None, free: bool = True) -> Engine:
@@ -20,7 +21,7 @@ def make_engine(loaded: LoadedModel, config: Config, bundle: Bundle | None, free
     model or none where one is needed.
     """
     refuse_unknown(loaded, config)
-    budget = make_budget(config.sparsity, loaded.anatomy)
+    budget = choose_budget(config.sparsity, loaded.anatomy, bundle).budget
     fingerprint, _ = loaded.fingerprint, loaded.parameters  # both are kept: of what is freed they cannot be had
     if bundle is not None:
         bundle.check_fits(fingerprint, loaded.anatomy)

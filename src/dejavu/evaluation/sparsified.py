@@ -16,7 +16,7 @@ from dejavu.models.load import LoadedModel
 from dejavu.predictors.bundle import Bundle
 from dejavu.predictors.network import default_rank
 from dejavu.schema import NEURONS_ONLY, Config
-from dejavu.sparsity.budget import make_budget
+from dejavu.sparsity.calibration import choose_budget
 from dejavu.sparsity.layers import Sparsifier
 from dejavu.sparsity.selectors import Oracle, Predicted, Prompt, Random, Selector, Static, Tokens
 from dejavu.sparsity.training_free import Gate, LowRank, SignBits
@@ -39,14 +39,18 @@ def make_scorer(loaded: LoadedModel, config: Config, bundle: Bundle | None) -> S
         return Scorer(loaded, batch_size=config.batch_size)
     if sparsity.rule == "nonzero" and not loaded.anatomy.relu:
         raise ConfigError(f"sparsity.rule=nonzero needs a ReLU model: neurons of {loaded.name} are never exactly zero")
+    point = choose_budget(sparsity, loaded.anatomy, bundle)
     sparsifier = Sparsifier(
         loaded.anatomy,
         make_selector(loaded, config, bundle),
-        make_budget(sparsity, loaded.anatomy),
+        point.budget,
         rule=sparsity.rule,
         tap=config.predictor.tap if bundle is None else bundle.config["tap"],
         recall_tokens=config.evaluation.recall_tokens,
     )
+    sparsifier.thresholds |= {
+        (kind, layer): cut for kind, cuts in point.thresholds.items() for layer, cut in enumerate(cuts)
+    }
     return Scorer(loaded, sparsifier, sparsity.positions, sparsity.fraction, config.batch_size)
 
 
@@ -73,10 +77,11 @@ def make_selector(loaded: LoadedModel, config: Config, bundle: Bundle | None) ->
 def calibrate_thresholds(scorer: Scorer, config: Config) -> None:
     """Set every layer's threshold in one forward pass over text of the train split of `config.corpus`.
 
+    Those of a calibrated bundle stay.
     Raises DataError when that text is shorter than one block.
     """
     sparsifier, loaded = scorer.sparsifier, scorer.loaded
-    if sparsifier is None or sparsifier.rule != "threshold":
+    if sparsifier is None or sparsifier.rule != "threshold" or sparsifier.thresholds:
         return
     root = None if config.data_root is None else Path(config.data_root)
     texts = [document.text for document in documents(config.corpus.name, "train", root, config.corpus)]

@@ -153,21 +153,26 @@ def save_bundle(
 
     statistics cover every layer of the model, predictors those of `description["layers"]`.
     """
-    folder = Path(folder)
-    if folder.exists():
-        raise DataError(f"{folder} exists and bundles are never changed: choose another folder, or delete this one")
     tensors = {f"{kind}.{layer}.static": entry.mean_U for (kind, layer), entry in statistics.items()}
     for (kind, layer), predictor in predictors.items():
         tensors |= {
             stored_name(description, kind, layer, name): tensor for name, tensor in predictor.state_dict().items()
         }
+    return _save(folder, description, tensors)
+
+
+def _save(folder: str | Path, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Bundle:
+    """Write config and tensors by rename."""
+    folder = Path(folder)
+    if folder.exists():
+        raise DataError(f"{folder} exists and bundles are never changed: choose another folder, or delete this one")
     tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in tensors.items()}
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
         partial.mkdir(parents=True)
         # No metadata: its order in the file would change from process to process, and the id with it.
         save_file(tensors, partial / WEIGHTS)
-        config = {"format_version": FORMAT_VERSION, **description}
+        config = {**description, "format_version": FORMAT_VERSION}
         config["weights_sha256"] = file_digest(partial / WEIGHTS).hexdigest()
         config["id"] = content_id(config, partial / WEIGHTS)
         (partial / CONFIG).write_text(json.dumps(config, indent=1, allow_nan=False) + "\n", "utf-8")
@@ -176,7 +181,17 @@ def save_bundle(
         raise DataError(f"{folder} cannot be written ({error}): make room or choose another folder") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Bundle(folder, config, tensors)
+    return Bundle(folder, config, dict(tensors))
+
+
+def recalibrated(bundle: Bundle, folder: str | Path, calibration: Mapping[str, Any], hashes: Iterable[str]) -> Bundle:
+    """A new bundle with the same tensors and this calibration; `hashes` are of the documents it was found on.
+
+    Raises DataError as `save_bundle` does.
+    """
+    description = {key: value for key, value in bundle.config.items() if key not in ("id", "weights_sha256")}
+    description["document_hashes"] = sorted({*bundle.config["document_hashes"], *hashes})
+    return _save(folder, description | {"calibration": dict(calibration), "calibrated_from": bundle.id}, bundle.tensors)
 
 
 def load_bundle(folder: str | Path) -> Bundle:

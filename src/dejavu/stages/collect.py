@@ -26,7 +26,7 @@ from dejavu.models.load import LoadedModel, load_model
 from dejavu.models.memory import keep_freed_memory
 from dejavu.predictors.bundle import load_bundle
 from dejavu.schema import Config
-from dejavu.sparsity.budget import make_budget
+from dejavu.sparsity.calibration import choose_budget
 from dejavu.sparsity.layers import Sparsifier
 from dejavu.sparsity.selectors import Predicted, Tokens
 from dejavu.tracking.run import Run, interactive
@@ -37,7 +37,7 @@ def run(run: Run) -> None:
     keep_freed_memory()
     config = run.config
     loaded = load_model(config)
-    texts, tokens_NT, documents_NT = corpus_blocks(config, loaded)
+    texts, tokens_NT, documents_NT = corpus_blocks(config, loaded, config.corpus.tokens)
     head = cache_head(loaded, tokens_NT, documents_NT, config.batch_size, config.collect) | {
         "tokenizer": hashlib.sha256(loaded.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16],
         "corpus": {"name": config.corpus.name, "hash": corpus_hash(texts)},
@@ -78,7 +78,7 @@ def on_policy(loaded: LoadedModel, config: Config) -> tuple[Masked, dict[str, An
     """
     bundle = load_bundle(Path(str(config.predictors)))
     bundle.check_fits(loaded.fingerprint, loaded.anatomy)
-    budget = make_budget(config.sparsity, loaded.anatomy)
+    budget = choose_budget(config.sparsity, loaded.anatomy, bundle).budget
     sparsifier = Sparsifier(loaded.anatomy, Predicted(bundle, loaded.device), budget, tap=bundle.config["tap"])
 
     @contextmanager
@@ -92,8 +92,8 @@ def on_policy(loaded: LoadedModel, config: Config) -> tuple[Masked, dict[str, An
     return masked, {**stream, "document_hashes": bundle.config["document_hashes"]}
 
 
-def corpus_blocks(config: Config, loaded: LoadedModel) -> tuple[list[Document], np.ndarray, np.ndarray]:
-    """(documents used, token blocks, document numbers), at most `corpus.tokens` tokens in whole blocks.
+def corpus_blocks(config: Config, loaded: LoadedModel, tokens: int) -> tuple[list[Document], np.ndarray, np.ndarray]:
+    """(documents used, token blocks, document numbers), at most so many tokens in whole blocks.
 
     Raises DataError for a corpus shorter than one block and for a model without a tokenizer.
     """
@@ -106,12 +106,11 @@ def corpus_blocks(config: Config, loaded: LoadedModel) -> tuple[list[Document], 
     length = min(config.corpus.block, loaded.anatomy.context)
     encoded = encode_documents([document.text for document in texts], loaded.tokenizer, loaded.anatomy.separator)
     tokens_NT, documents_NT = pack(encoded, length)
-    blocks = min(len(tokens_NT), config.corpus.tokens // length)
+    blocks = min(len(tokens_NT), tokens // length)
     if blocks == 0:
         raise DataError(
-            f"corpus {config.corpus.name} gives {tokens_NT.size} tokens in whole blocks and "
-            f"corpus.tokens={config.corpus.tokens} are asked for, less than one block of {length}: "
-            "lower corpus.block or raise corpus.tokens"
+            f"corpus {config.corpus.name} gives {tokens_NT.size} tokens in whole blocks and {tokens} are asked for, "
+            f"less than one block of {length}: lower corpus.block or ask for more tokens"
         )
     tokens_NT, documents_NT = tokens_NT[:blocks], documents_NT[:blocks]
     return texts[: int(documents_NT.max()) + 1], tokens_NT, documents_NT

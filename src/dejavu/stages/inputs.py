@@ -16,6 +16,7 @@ STAGES = {  # name -> (what it does, inputs it reads)
     "pretrain": ("train opt-tiny, the model in the package, from text that needs no download", ()),
     "collect": ("record taps and contributions of a dense model on a corpus", ()),
     "train": ("train predictors of heads and neurons from a cache", ("cache",)),
+    "calibrate": ("find how much each layer can leave out, and keep it in a new bundle", ("bundle",)),
     "evaluate": ("score tasks with a sparsified model", ("bundle",)),
     "generate": ("decode a prompt with the engine that reads only the chosen rows", ("bundle",)),
     "benchmark": ("time tokens, dense and sparse, beside other engines and the memory's floor", ("bundle",)),
@@ -31,7 +32,7 @@ def check_data(stage: str, config: Config) -> None:
     """
     check_backend(stage, config)
     root = None if config.data_root is None else Path(config.data_root)
-    if stage in ("collect", "pipeline", "pretrain"):
+    if stage in ("collect", "calibrate", "pipeline", "pretrain"):
         check_available(config.corpus.name, "train", root, config.corpus.hub)
     if stage in ("evaluate", "pipeline"):
         if not config.tasks.run:
@@ -46,7 +47,12 @@ def check_data(stage: str, config: Config) -> None:
     if stage == "evaluate" and config.sparsity.rule == "threshold" and config.sparsity.selector != "dense":
         check_available(config.corpus.name, "train", root, config.corpus.hub)
     model = config.model
-    if stage in ("collect", "evaluate", "generate", "pipeline") and model.path is None and model.package and model.gguf:
+    if (
+        stage in ("collect", "calibrate", "evaluate", "generate", "pipeline")
+        and model.path is None
+        and model.package
+        and model.gguf
+    ):
         packaged_file(model.package, model.gguf)
 
 
@@ -80,6 +86,7 @@ def resolve_inputs(stage: str, config: Config) -> dict[str, str | None]:
         ids["cache"] = cache_id(Path(config.cache))
     random = config.model.random_init and stage == "benchmark"  # whose predictors are random too
     chosen = config.sparsity.selector in ("predictor", "static") and not random
+    chosen = chosen or config.sparsity.budget == "calibrated" or stage == "calibrate"
     if ("bundle" in needed and chosen) or (stage == "collect" and config.collect.on_policy):
         config.predictors = str(_found(config, config.predictors, "bundle"))
         ids["bundle"] = bundle_id(Path(config.predictors))

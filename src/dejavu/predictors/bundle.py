@@ -73,6 +73,13 @@ class Bundle:
         predictor.load_state_dict(weights, assign=True)
         return predictor.eval().requires_grad_(False)
 
+    def tensors_of(self, kind: str, layer: int) -> dict[str, Tensor]:
+        """The stored tensors of one predictor, by their names in the file."""
+        names = [
+            stored_name(self.config, kind, layer, name) for name in empty_predictor(self.config, kind).state_dict()
+        ]
+        return {name: self.tensors[name] for name in names}
+
     def mean_contribution(self, kind: str, layer: int) -> Tensor:
         """Mean contribution of each unit over the training tokens, float32 (units,), for every layer of the model."""
         return self.tensors[f"{kind}.{layer}.static"]

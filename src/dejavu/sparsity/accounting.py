@@ -1,6 +1,7 @@
-"""What really ran sparse, and how good the choice was: what stands beside every quality number."""
+"""What really ran sparse, how good the choice was, and what it cost: what stands beside every quality number."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -8,6 +9,9 @@ from torch import Tensor
 
 from dejavu.models.anatomy import KINDS, Anatomy
 from dejavu.models.topk import top_k_mask
+
+if TYPE_CHECKING:
+    from dejavu.predictors.bundle import Bundle
 
 
 class Density:
@@ -82,6 +86,26 @@ class Recall:
             name: [None if sums is None else float(sums[number]) / self.tokens for sums in found]
             for number, name in enumerate(names)
         }
+
+
+def cost_account(measured: Mapping[str, Any], bundle: "Bundle", anatomy: Anatomy) -> dict[str, float]:
+    """What predictors cost against what they save, as shares of the body's weights; 2 FLOPs a weight, so of FLOPs too.
+
+    gross_skipped   weights of units that were left out
+    predictors      weights of the predictors that chose them; a shared trunk counts once for each kind
+    net_skipped     the difference, below 0 where a predictor costs more than it saves
+    """
+    body = anatomy.layers * sum(anatomy.units(kind) * anatomy.unit_weights(kind) for kind in KINDS)
+    names = {"mlp": "mlp", "heads": "head"}
+    asked = [
+        (kind, layer)
+        for kind in KINDS
+        for layer, density in enumerate(measured[f"{names[kind]}_density_per_layer"])
+        if density < 1 and layer in bundle.layers
+    ]
+    sizes = {name: tensor.numel() for key in asked for name, tensor in bundle.tensors_of(*key).items()}
+    gross, cost = 1 - float(measured["body_density"]), sum(sizes.values()) / body
+    return {"gross_skipped": gross, "predictors": cost, "net_skipped": gross - cost}
 
 
 def count_true(mask: Tensor) -> Tensor:

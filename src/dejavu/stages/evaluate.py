@@ -19,6 +19,7 @@ from dejavu.models.load import LoadedModel, load_model
 from dejavu.models.memory import keep_freed_memory
 from dejavu.predictors.bundle import Bundle, load_bundle
 from dejavu.schema import Config, Task
+from dejavu.sparsity.accounting import cost_account
 from dejavu.sparsity.budget import requested_ratios
 from dejavu.tracking.files import by_rename
 from dejavu.tracking.run import Run, versions
@@ -44,6 +45,9 @@ def run(run: Run, loaded: LoadedModel | None = None) -> None:
     measured = scorer.measured()
     if "ms_per_token" in measured:  # differs from run to run, so it is no part of what was measured of the sparsity
         run.record["timing"] = {"ms_per_token": measured.pop("ms_per_token")}
+    if bundle is not None and config.sparsity.selector == "predictor" and scorer.sparse:
+        measured["cost"] = cost_account(measured, bundle, loaded.anatomy)
+        warn_of_cost(measured["cost"], run)
     dense = dense_reference(loaded, config, samples) if dense is None else dense
     by_rename(run.folder / "samples.parquet", lambda path: samples.to_parquet(path, index=False))
     mlp, heads = requested_ratios(config.sparsity)
@@ -82,6 +86,15 @@ def refuse_nothing_sparse(scorer: Scoring, config: Config) -> None:
         raise DataError(
             f"sparsity.positions={config.sparsity.positions} leaves no scored token sparse, so the result would be the "
             "dense model's: choose another value"
+        )
+
+
+def warn_of_cost(cost: dict[str, float], run: Run) -> None:
+    """Say when choosing reads more than it saves."""
+    if cost["net_skipped"] <= 0:
+        run.say(
+            f"warning: these predictors read {cost['predictors']:.1%} of the body's weights to leave out "
+            f"{cost['gross_skipped']:.1%}: lower predictor.rank, or leave more out"
         )
 
 

@@ -226,6 +226,7 @@ class Config:
     data_root: str | None = None
     cache: str | None = None
     predictors: str | None = None
+    merge: list[str] = field(default_factory=list)
     runs: str = "runs"
     run_dir: str | None = None
     force: bool = False

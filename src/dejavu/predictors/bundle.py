@@ -165,10 +165,10 @@ def save_bundle(
         tensors |= {
             stored_name(description, kind, layer, name): tensor for name, tensor in predictor.state_dict().items()
         }
-    return _save(folder, description, tensors)
+    return write_bundle(folder, description, tensors)
 
 
-def _save(folder: str | Path, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Bundle:
+def write_bundle(folder: str | Path, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Bundle:
     """Write config and tensors by rename."""
     folder = Path(folder)
     if folder.exists():
@@ -198,7 +198,9 @@ def recalibrated(bundle: Bundle, folder: str | Path, calibration: Mapping[str, A
     """
     description = {key: value for key, value in bundle.config.items() if key not in ("id", "weights_sha256")}
     description["document_hashes"] = sorted({*bundle.config["document_hashes"], *hashes})
-    return _save(folder, description | {"calibration": dict(calibration), "calibrated_from": bundle.id}, bundle.tensors)
+    return write_bundle(
+        folder, description | {"calibration": dict(calibration), "calibrated_from": bundle.id}, bundle.tensors
+    )
 
 
 def load_bundle(folder: str | Path) -> Bundle:

@@ -17,6 +17,7 @@ STAGES = {  # name -> (what it does, inputs it reads)
     "collect": ("record taps and contributions of a dense model on a corpus", ()),
     "train": ("train predictors of heads and neurons from a cache", ("cache",)),
     "calibrate": ("find how much each layer can leave out, and keep it in a new bundle", ("bundle",)),
+    "merge": ("make one bundle of several that were trained layer by layer", ()),
     "evaluate": ("score tasks with a sparsified model", ("bundle",)),
     "generate": ("decode a prompt with the engine that reads only the chosen rows", ("bundle",)),
     "benchmark": ("time tokens, dense and sparse, beside other engines and the memory's floor", ("bundle",)),
@@ -101,13 +102,13 @@ _MAKERS = {"cache": "dejavu collect", "bundle": "dejavu train"}
 def _found(config: Config, named: str | None, what: str) -> Path:
     """The folder that was named, or the newest that fits; that choice is told, since it changes as runs are added."""
     if named is not None:
-        return _given(named, what)
+        return given(named, what)
     newest = _newest(config, what)
     log.info("%s: taking the newest for %s, %s", _KEYS[what], config.model.name, newest)
     return newest
 
 
-def _given(path: str, what: str) -> Path:
+def given(path: str, what: str) -> Path:
     """The cache or bundle folder meant by a path: itself, or a run's folder that holds one."""
     for folder in (Path(path), Path(path) / what):
         if (folder / _FILES[what]).is_file():

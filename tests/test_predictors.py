@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpy_st
+from pytorch_lightning.callbacks import Callback
 from safetensors.torch import load_file, save_file
 from tiny import VOCABULARY, tiny_opt
 
@@ -397,6 +398,31 @@ def test_a_loss_that_is_not_finite_names_its_predictor(tmp_path):
     with pytest.raises(DataError, match=r"training loss of heads\.1 is not finite at step 0"):
         train_predictors(cache, config(), tmp_path)
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_run_that_was_killed_ends_where_it_would_have_ended(tmp_path):
+    class Killer(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            if trainer.current_epoch == 2:
+                raise RuntimeError("killed")
+
+    undisturbed = train_predictors(FakeCache(), config(epochs=4), tmp_path / "undisturbed")
+    with pytest.raises(RuntimeError, match="killed"):
+        train_predictors(FakeCache(), config(epochs=4), tmp_path / "killed", callbacks=[Killer()])
+    assert (tmp_path / "killed" / "checkpoints" / "last.ckpt").exists()
+    epochs = []
+
+    class Counting(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            epochs.append(trainer.current_epoch)
+
+    resumed = train_predictors(FakeCache(), config(epochs=4), tmp_path / "killed", callbacks=[Counting()])
+    assert epochs == [2, 3] and not (tmp_path / "killed" / "checkpoints").exists()
+    for key, predictor in undisturbed.predictors.items():
+        for name, tensor in predictor.state_dict().items():
+            assert torch.equal(resumed.predictors[key].state_dict()[name], tensor)
+    assert resumed.metrics["recall_of_mass"] == undisturbed.metrics["recall_of_mass"]
+    assert resumed.metrics["steps"] == undisturbed.metrics["steps"]
 
 
 def test_training_stops_without_progress(tmp_path):

@@ -14,7 +14,7 @@ from pytorch_lightning.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from pytorch_lightning.loggers import Logger
 
 from dejavu.activations.cache import ActivationCache
-from dejavu.errors import ConfigError
+from dejavu.errors import ConfigError, DejavuError
 from dejavu.models.anatomy import KINDS
 from dejavu.predictors.bundle import Bundle, describe, save_bundle
 from dejavu.predictors.data import CacheData
@@ -71,7 +71,7 @@ def train_predictors(
 ) -> Trained:
     """Train predictors of both kinds in the chosen layers, keep the epoch with the best held-out recall of mass.
 
-    The sizes are the cache's own. `folder` holds checkpoints while training runs and nothing of them afterwards.
+    The sizes are the cache's own. `folder` holds checkpoints until training is over and nothing of them afterwards.
     Raises ConfigError for layers that do not exist, DataError for a single document and for a loss that is not finite.
     """
     started = time.perf_counter()
@@ -153,7 +153,11 @@ def _fit(
     loggers: Sequence[Logger],
     callbacks: Sequence[Callback],
 ) -> pl.Trainer:
-    """Run Lightning's loop and put the best weights into the module, on the processor."""
+    """Run Lightning's loop and put the best weights into the module, on the processor.
+
+    A run that was killed goes on from the end of its last epoch: batches depend on seed and epoch alone, so it ends
+    where it would have ended.
+    """
     from dejavu.models.load import pick_device  # imports transformers, which nothing else here needs
 
     checkpoints = folder / "checkpoints"
@@ -161,6 +165,7 @@ def _fit(
         checkpoints, filename="best", monitor="recall_of_mass", mode="max", save_weights_only=True,
         enable_version_counter=False,
     )  # fmt: skip
+    last = ModelCheckpoint(checkpoints, filename="last", save_on_train_epoch_end=True, enable_version_counter=False)
     stop = EarlyStopping("recall_of_mass", mode="max", patience=config.trainer.patience)
     with quiet_lightning():
         trainer = pl.Trainer(
@@ -170,18 +175,21 @@ def _fit(
             max_steps=config.trainer.max_steps if config.trainer.max_steps > 0 else -1,
             logger=list(loggers) or False,
             # max_steps may end a run before its first validation, which these two could then not read.
-            callbacks=[*([best, stop] if steps >= len(data.sampler) else []), *callbacks],
+            callbacks=[*([best, stop, last] if steps >= len(data.sampler) else []), *callbacks],
             num_sanity_val_steps=0,
             log_every_n_steps=max(1, min(50, steps)),
             enable_progress_bar=interactive(),
             enable_model_summary=False,
             default_root_dir=folder,
         )
+        ended = checkpoints / "last.ckpt"
         try:
-            trainer.fit(module, data)
-            if best.best_model_path:
-                module.load_state_dict(torch.load(best.best_model_path, weights_only=True)["state_dict"])
-        finally:
-            shutil.rmtree(checkpoints, ignore_errors=True)
+            trainer.fit(module, data, ckpt_path=str(ended) if ended.exists() else None, weights_only=True)
+        except DejavuError:
+            shutil.rmtree(checkpoints, ignore_errors=True)  # it would fail there again
+            raise
+        if best.best_model_path:
+            module.load_state_dict(torch.load(best.best_model_path, weights_only=True)["state_dict"])
+        shutil.rmtree(checkpoints, ignore_errors=True)
     module.to("cpu")
     return trainer

@@ -79,6 +79,14 @@ def run_app(stage: str) -> int:
     def task(composed: DictConfig) -> str | None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             sweeps.add(str(composed.run_dir or f"{composed.runs}/sweep/{stage}"))
+            if composed.trainer.devices > 1:
+                failures.append("several processes")
+                log.error(
+                    "dejavu %s: trainer.strategy=ddp_spawn starts processes of its own, which a multirun's jobs "
+                    "cannot: run it without -m",
+                    stage,
+                )
+                return None
         # Not raised into Hydra, which would add lines of its own and, in a sweep, report the first failure only.
         try:
             return job(stage, composed)

@@ -16,6 +16,7 @@ NEURONS_ONLY = ("svd", "sign", "gate")  # training-free estimates from the MLP's
 RULES = ("topk", "threshold", "nonzero")
 POSITIONS = ("all", "decode", "last_fraction", "last")
 TAPS = ("overlap", "direct", "previous")
+STRATEGIES = ("auto", "ddp_spawn")
 PARTS = ("both", "mlp", "heads")
 METHODS = ("loss", "recall", "uniform")
 BUDGETS = ("uniform", "calibrated")
@@ -103,6 +104,8 @@ class Trainer:
     patience: int = 2
     held_out: float = 0.05
     max_steps: int = -1
+    strategy: str = "auto"
+    devices: int = 1
     checkpoint_steps: int = 200
 
 
@@ -280,6 +283,12 @@ def check(config: Config) -> None:
     check_calibrate(config.calibrate)
     one_of("sparsity.part", sparsity.part, PARTS)
     one_of("predictor.tap", predictor.tap, TAPS)
+    one_of("trainer.strategy", trainer.strategy, STRATEGIES)
+    if (trainer.strategy == "auto") != (trainer.devices == 1):
+        raise ConfigError(
+            f"trainer.devices={trainer.devices} and trainer.strategy={trainer.strategy}: several processes need "
+            "trainer.strategy=ddp_spawn, one needs auto"
+        )
     one_of("predictor.activation", predictor.activation, ("relu", "none"))
     one_of("predictor.label", predictor.label, LABELS)
     one_of("predictor.weighting", predictor.weighting, WEIGHTINGS)
@@ -317,6 +326,7 @@ def check(config: Config) -> None:
         "corpus.tokens": corpus.tokens, "corpus.block": corpus.block, "batch_size": config.batch_size,
         "predictor.rank": predictor.rank, "tasks.limit": config.tasks.limit, "trainer.epochs": trainer.epochs,
         "trainer.batch_tokens": trainer.batch_tokens, "trainer.learning_rate": trainer.learning_rate,
+        "trainer.devices": trainer.devices,
         "trainer.checkpoint_steps": trainer.checkpoint_steps, "trainer.patience": trainer.patience,
         "evaluation.calibration_tokens": config.evaluation.calibration_tokens,
         "decode.window": config.decode.window, "decode.threads": config.decode.threads,

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -65,7 +66,8 @@ class CacheRows(Dataset):
 class ShuffledRuns(Sampler[np.ndarray]):
     """Batches of about `batch_tokens` rows in an order that depends on (seed, epoch) alone; Lightning sets the epoch.
 
-    The runs are spread evenly over the batches, so that no epoch ends with a step on a handful of tokens.
+    The runs are spread evenly over the batches, so that no epoch ends with a step on a handful of tokens. Of several
+    processes each gets its part of every batch.
     """
 
     def __init__(self, rows_M: np.ndarray, batch_tokens: int, seed: int) -> None:
@@ -84,7 +86,7 @@ class ShuffledRuns(Sampler[np.ndarray]):
         order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.starts))
         for places in np.array_split(order, self.batches):
             places = np.sort(places)
-            yield np.concatenate([np.arange(self.lengths[at]) + self.starts[at] for at in places])
+            yield own_part(np.concatenate([np.arange(self.lengths[at]) + self.starts[at] for at in places]))
 
 
 class CacheData(pl.LightningDataModule):
@@ -105,12 +107,19 @@ class CacheData(pl.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader:
         batches = math.ceil(len(self.held_out_rows) / self.batch_tokens)
-        parts: Any = np.array_split(self.held_out_rows, batches)
+        parts: Any = [own_part(rows) for rows in np.array_split(self.held_out_rows, batches)]
         return DataLoader(self.rows, batch_size=None, sampler=parts, collate_fn=_as_it_is)
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """A batch is read later, layer by layer: the module moves what it reads."""
         return batch
+
+
+def own_part(rows_N: np.ndarray) -> np.ndarray:
+    """The rows of a batch that this process works on: all, but for several that train together."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return rows_N
+    return np.array_split(rows_N, dist.get_world_size())[dist.get_rank()]
 
 
 def split_rows(cache: ActivationCache, held_out: float) -> tuple[np.ndarray, np.ndarray]:

@@ -1,13 +1,17 @@
-"""Training of all predictors in one run, as a LightningModule.
+"""Training of all predictors in one run, as a LightningModule; by one process or by several that share every batch.
 
 Shape suffixes: N tokens, D width, U units.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
+from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from dejavu.errors import DataError
@@ -49,6 +53,8 @@ class PredictorModule(pl.LightningModule):
         self.learnt, self.settings, self.total_steps = learnt, settings, total_steps
         self.predictors = _nested(predictors)
         self.metrics = _nested({key: SelectionRecall() for key in self.keys})
+        self.steps: Tensor
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))  # comes back from a process that trained
         with torch.no_grad():
             for key, predictor in predictors.items():
                 if predictor.up.bias is not None:
@@ -60,10 +66,14 @@ class PredictorModule(pl.LightningModule):
     def training_step(self, batch: Batch, index: int) -> None:
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         optimizer.zero_grad()
-        losses = torch.stack([self._backward(key, *pair) for key, pair in batch.items()])
+        share = share_of_batch(batch.tokens)
+        with unsynchronised(self.trainer):
+            losses = torch.stack([self._backward(key, *pair, share) for key, pair in batch.items()])
         self._check_finite(losses)
+        add_up(self.parameters())
         optimizer.step()
         scheduler.step()
+        self.steps += 1
         self.log("loss", losses.mean(), prog_bar=True, batch_size=batch.tokens)
 
     def validation_step(self, batch: Batch, index: int) -> None:
@@ -109,10 +119,10 @@ class PredictorModule(pl.LightningModule):
         """Mean recall of mass over densities, by logged name: of each layer, each kind, and everything."""
         return mean_recalls(self.figures())
 
-    def _backward(self, key: Key, tap_ND: Tensor, contributions_NU: Tensor) -> Tensor:
+    def _backward(self, key: Key, tap_ND: Tensor, contributions_NU: Tensor, share: float) -> Tensor:
         scores_NU = self.predictor(key)(tap_ND.to(self.device))
         loss = labels.loss(scores_NU, contributions_NU.to(self.device), self.statistics[key], self.learnt)
-        self.manual_backward(loss)
+        self.manual_backward(loss * share)
         return loss.detach()
 
     def _check_finite(self, losses: Tensor) -> None:
@@ -122,6 +132,31 @@ class PredictorModule(pl.LightningModule):
                 f"the training loss of {', '.join(wrong)} is not finite at step {self.global_step}: lower "
                 "trainer.learning_rate, or check the activation cache with `verify`"
             )
+
+
+def share_of_batch(tokens: int) -> float:
+    """This process's share of the tokens of a step, 1 where it is the only one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1.0
+    total = torch.tensor(float(tokens))
+    dist.all_reduce(total)
+    return tokens / float(total)
+
+
+def unsynchronised(trainer: pl.Trainer) -> AbstractContextManager[Any]:
+    """Backward passes within leave gradients to each process; they are added up once a step."""
+    strategy = trainer.strategy
+    return strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext()
+
+
+def add_up(parameters: Iterable[nn.Parameter]) -> None:
+    """Sum the gradients of all processes, each of which counted its own share of the batch."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    flat = nn.utils.parameters_to_vector(gradients)
+    dist.all_reduce(flat)
+    nn.utils.vector_to_parameters(flat, gradients)
 
 
 def mean_recalls(figures: Mapping[str, Mapping[str, dict[str, float]]]) -> dict[str, float]:

@@ -12,6 +12,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from pytorch_lightning.loggers import Logger
+from pytorch_lightning.strategies import DDPStrategy
 
 from dejavu.activations.cache import ActivationCache
 from dejavu.errors import ConfigError, DejavuError
@@ -81,10 +82,10 @@ def train_predictors(
     steps = len(data.sampler) * config.trainer.epochs
     steps = min(steps, config.trainer.max_steps) if config.trainer.max_steps > 0 else steps
     module = PredictorModule(new_predictors(cache, config, layers), statistics, config.predictor, config.trainer, steps)
-    trainer = _fit(module, data, config, folder, steps, loggers, callbacks)
+    taken = _fit(module, data, config, folder, steps, loggers, callbacks)
     metrics = held_out_metrics(module, data) | {
-        "epochs": math.ceil(trainer.global_step / len(data.sampler)),
-        "steps": trainer.global_step,
+        "epochs": math.ceil(taken / len(data.sampler)),
+        "steps": taken,
         "tokens": len(data.train_rows),
         "validation_tokens": len(data.held_out_rows),
         "seconds": round(time.perf_counter() - started, 3),
@@ -152,8 +153,8 @@ def _fit(
     steps: int,
     loggers: Sequence[Logger],
     callbacks: Sequence[Callback],
-) -> pl.Trainer:
-    """Run Lightning's loop and put the best weights into the module, on the processor.
+) -> int:
+    """Run Lightning's loop and put the best weights into the module, on the processor; the steps that were taken.
 
     A run that was killed goes on from the end of its last epoch: batches depend on seed and epoch alone, so it ends
     where it would have ended.
@@ -170,10 +171,12 @@ def _fit(
     with quiet_lightning():
         trainer = pl.Trainer(
             accelerator="gpu" if pick_device(config.device).type == "cuda" else "cpu",
-            devices=1,
+            devices=config.trainer.devices,
+            strategy="auto" if config.trainer.devices == 1 else DDPStrategy(start_method="spawn"),
+            use_distributed_sampler=False,
             max_epochs=config.trainer.epochs,
             max_steps=config.trainer.max_steps if config.trainer.max_steps > 0 else -1,
-            logger=list(loggers) or False,
+            logger=(list(loggers) or False) if config.trainer.devices == 1 else False,  # a W&B run cannot travel
             # max_steps may end a run before its first validation, which these two could then not read.
             callbacks=[*([best, stop, last] if steps >= len(data.sampler) else []), *callbacks],
             num_sanity_val_steps=0,
@@ -188,8 +191,9 @@ def _fit(
         except DejavuError:
             shutil.rmtree(checkpoints, ignore_errors=True)  # it would fail there again
             raise
+        steps_done = int(module.steps)
         if best.best_model_path:
             module.load_state_dict(torch.load(best.best_model_path, weights_only=True)["state_dict"])
         shutil.rmtree(checkpoints, ignore_errors=True)
     module.to("cpu")
-    return trainer
+    return steps_done

@@ -16,6 +16,7 @@ WARNINGS = (
     r".*treespec, LeafSpec.*",  # Lightning 2.6 on torch 2.13
     r".*does not have many workers.*",  # batches come from memory; workers would only copy
     r".*Checkpoint directory .* exists and is not empty.*",  # a resumed run's own
+    r".*recommended to use `self.log.*sync_dist=True`.*",  # what is logged is the same in every process
     r".*Experiment logs directory .* exists.*",
 )
 

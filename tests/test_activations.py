@@ -28,8 +28,8 @@ from dejavu.activations.manifest import read_manifest
 from dejavu.errors import ConfigError, DataError
 from dejavu.models.families import anatomy
 from dejavu.models.load import LoadedModel
-from dejavu.models.taps import TapSource
-from dejavu.schema import Collect
+from dejavu.models.taps import TapSource, tap_source
+from dejavu.schema import TAPS, Collect
 
 FAMILIES = {"opt": tiny_opt, "post_norm": tiny_opt_post_norm, "llama": tiny_llama}
 BATCH = 2
@@ -534,3 +534,38 @@ def test_looking_for_a_cache_imports_nothing_heavy() -> None:
     code = "import sys, dejavu.activations.manifest; print(sorted({name.partition('.')[0] for name in sys.modules}))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not {"torch", "numpy", "transformers", "omegaconf"} & set(json.loads(loaded.replace("'", '"')))
+
+
+# Some layers only
+
+
+@pytest.mark.parametrize("encoding", ["sparse", "dense"])
+def test_some_layers_alone_are_recorded_as_they_are_among_all(encoding, tmp_path):
+    loaded, corpus = load(lambda: tiny_opt(num_hidden_layers=5)), text()
+    every, _ = cached(tmp_path / "every", loaded, corpus, encoding)
+    how = Collect(encoding, layers=[4])
+    with CacheWriter(tmp_path / "some", cache_head(loaded, *corpus, BATCH, how)) as writer:
+        collect(loaded, *corpus, writer, BATCH, how)
+        writer.finish()
+    some = ActivationCache(tmp_path / "some")
+    assert some.recorded == [4] and every.recorded == [0, 1, 2, 3, 4]
+    assert np.array_equal(some.mlp(4, EVERYTHING), every.mlp(4, EVERYTHING))
+    assert np.array_equal(some.heads_of(4, EVERYTHING), every.heads_of(4, EVERYTHING))
+    for tap in TAPS:
+        for kind in ("mlp", "heads"):
+            source = tap_source(tap, kind, 4)
+            assert np.array_equal(some.tap(source, EVERYTHING), every.tap(source, EVERYTHING)), tap
+    some.verify()
+    size = sum(path.stat().st_size for path in (tmp_path / "some").iterdir() if path.suffix != ".json")
+    if encoding == "dense":
+        assert size == estimate_bytes(loaded.anatomy, some.tokens, encoding, 0.5, recorded=[4])
+    with pytest.raises(DataError, match=r"collect\.layers=\[4\], collect layer 1 too"):
+        some.mlp(1, EVERYTHING)
+    with pytest.raises(DataError, match="collect layer 1 too"):
+        some.tap(TapSource("residual", 1), EVERYTHING)
+
+
+@pytest.mark.parametrize("layers", [[2], [-1], [0, 0], []])
+def test_layers_that_do_not_exist_are_not_recorded(layers):
+    with pytest.raises(ConfigError, match=r"collect\.layers=.*the model has layers 0 to 1"):
+        cache_head(load(tiny_opt), *text(), BATCH, Collect(layers=layers))

@@ -52,6 +52,7 @@ class FakeCache:
         self.id, self.tokens, self.layers, self.width, self.neurons, self.heads = (
             "cache0", TOKENS, LAYERS, WIDTH, NEURONS, HEADS,
         )  # fmt: skip
+        self.recorded = list(range(LAYERS))
         self.documents = np.sort(random.integers(0, DOCUMENTS, TOKENS)).astype(np.uint32)
         self.manifest = {
             "model": {"name": "fake", "fingerprint": "f" * 16, "parameters": 1},
@@ -211,7 +212,7 @@ def test_the_references_labels_and_weights_are_what_they_say():
 
 
 FORMS = {
-    "the reference's linear map": {"norm": False, "activation": "none", "bias": False, "label": "nonzero"},
+    "the reference's": {"norm": False, "activation": "none", "bias": False, "label": "nonzero"},
     "a shared trunk": {"trunk": True},
     "top": {"label": "top", "weighting": "contribution"},
     "weighted": {"weighting": "contribution"},

@@ -116,7 +116,7 @@ def test_the_real_table_says_what_can_be_skipped():
 
 def test_sweeps_compose_a_job():
     for path in sorted((ROOT / "sweeps").glob("*.yaml")):
-        (command,) = re.findall(r"^# +(dejavu evaluate -cd sweeps .*)$", path.read_text(), re.MULTILINE)
+        (command,) = re.findall(r"^# +(dejavu \w+ -cd sweeps .*)$", path.read_text(), re.MULTILINE)
         result = dejavu([*words_of(command), "--cfg", "job"], ROOT)
         assert result.returncode == 0, f"{path.name}: {result.stderr}"
 
@@ -138,3 +138,28 @@ def test_the_engines_table_reads_quality_and_speed_from_the_same_runs(tmp_path):
     assert [line.split(" | ")[0].strip("| ") for line in lines] == ["float32", "float32", "int8"]
     assert lines[0].endswith("| 1.25 |") and lines[2].endswith("| +0.125 ± 0.010 | 54.6 ± 5.0 | 0.50 |")
     assert "| 75 %, 75 % | 25 %, 25 % |" in lines[2]
+
+
+def test_the_table_of_bundles_reads_recall_cost_and_losses(tmp_path):
+    for name, rank in (("rank=8", 8), ("top", 32)):
+        bundle = tmp_path / "made" / f"predictor.{name}" / "bundle"
+        bundle.mkdir(parents=True)
+        described = {"id": name, "tap": "overlap", "rank": rank}
+        described["metrics"] = {"recall_of_mass": {"mlp": 0.8765, "heads": 0.5}}
+        (bundle / "config.json").write_text(json.dumps(described))
+        for part, delta in (("both", 0.5), ("mlp", 0.25)):
+            run = tmp_path / "quality" / f"{name}-{part}"
+            run.mkdir(parents=True)
+            loss = {"value": 4.0, "stderr": 0.1, "n": 20, "delta": delta, "delta_stderr": 0.01}
+            measured = {"cost": {"predictors": 0.08}}
+            record = {"status": "ok", "metrics": {"pydocs_token": {"loss": loss}}, "sparsity": {"measured": measured}}
+            (run / "result.json").write_text(json.dumps(record))
+            place = bundle if part == "both" else bundle.parent
+            (run / "config.yaml").write_text(
+                f"predictors: {place}\nsparsity: {{selector: predictor, part: {part}, ratio: 0.75}}\n"
+            )
+    lines = TABLES["ranks"](tmp_path / "quality").splitlines()
+    assert lines[2] == "| rank=8 | overlap | 8 | 0.876 | 0.500 | 8 % | +0.500 ± 0.010 | +0.250 ± 0.010 |"
+    assert len(lines) == 6 and lines[-1] == "At 75 % skipped."
+    with pytest.raises(DataError, match="give it one ratio alone"):
+        TABLES["ranks"](tmp_path)

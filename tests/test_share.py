@@ -3,16 +3,24 @@
 from types import SimpleNamespace
 
 import huggingface_hub
+import numpy as np
 import pytest
 import torch
 from bundles import untrained_bundle
-from tiny import tiny_opt
+from tiny import VOCABULARY, tiny_opt
 
-from dejavu.errors import DataError
+from dejavu.activations.cache import ActivationCache
+from dejavu.activations.collect import cache_head, collect
+from dejavu.activations.writer import CacheWriter
+from dejavu.errors import ConfigError, DataError
+from dejavu.models.families import anatomy
+from dejavu.models.load import LoadedModel
 from dejavu.predictors.bundle import load_bundle, recalibrated
 from dejavu.predictors.manifest import CONFIG, WEIGHTS
 from dejavu.predictors.merge import merge_bundles
 from dejavu.predictors.share import CARD, card, from_pretrained, push_to_hub, save_pretrained
+from dejavu.predictors.train import chosen_layers, train_bundle
+from dejavu.schema import Collect, Config
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +116,32 @@ def test_what_cannot_be_one_is_refused_by_name(model, tmp_path):
     with pytest.raises(DataError, match="nothing to merge"):
         merge_bundles([], tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+def test_a_model_recorded_layer_by_layer_gets_one_bundle(model, tmp_path):
+    """Each part: some layers recorded, their predictors trained, and no file of the others."""
+    loaded = LoadedModel("tiny", model, None, anatomy(model))
+    ids = np.random.default_rng(0).integers(3, VOCABULARY, (16, 16), dtype=np.int32)
+    numbers = np.zeros_like(ids) + np.arange(16, dtype=np.int32)[:, None]
+    parts, config = [], Config(device="cpu")
+    config.trainer.epochs, config.trainer.batch_tokens = 1, 64
+    for layers in ([0], [1], None):
+        how, place = Collect(layers=layers), tmp_path / str(layers)
+        head = cache_head(loaded, ids, numbers, 8, how) | {
+            "corpus": {"name": "noise", "hash": "0"}, "document_hashes": [str(n) for n in range(16)],
+        }  # fmt: skip
+        with CacheWriter(place / "cache", head) as writer:
+            collect(loaded, ids, numbers, writer, 8, how)
+            writer.finish()
+        parts.append(train_bundle(ActivationCache(place / "cache"), config, place)[0])
+    first, second, whole = parts
+    with pytest.raises(DataError, match="knows nothing of layer 1"):
+        first.mean_contribution("mlp", 1)
+    merge_bundles([first, second], tmp_path / "merged")
+    merged = load_bundle(tmp_path / "merged")
+    for kind in ("mlp", "heads"):
+        for layer in (0, 1):
+            assert torch.equal(merged.mean_contribution(kind, layer), whole.mean_contribution(kind, layer))
+            assert torch.equal(merged.predictor(kind, layer).up.weight, whole.predictor(kind, layer).up.weight)
+    with pytest.raises(ConfigError, match="names 1, which the cache does not hold"):
+        chosen_layers([1], ActivationCache(tmp_path / "[0]" / "cache"))

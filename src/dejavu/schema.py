@@ -60,6 +60,7 @@ class Corpus:
 class Collect:
     encoding: str = "auto"
     top: float = 0.5
+    layers: list[int] | None = None
     on_policy: bool = False
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dejavu.activations.layout import Stream, layer_file, position_file, streams
+from dejavu.activations.layout import Stream, layer_file, position_file, recorded_layers, streams
 from dejavu.activations.manifest import cache_id, read_manifest, sha256
 from dejavu.activations.space import check_free_space, estimate_bytes
 from dejavu.activations.writer import CacheWriter
@@ -45,19 +45,23 @@ class ActivationCache:
         self.token_ids = self._arrays["token.u32"]
         self.positions = self._arrays[position_file(self.manifest["block"])]
         self._compressed = self.manifest["encoding"] != "dense"
-        self._starts = [self._row_starts(layer) for layer in range(self.layers)] if self._compressed else []
+        self.recorded = recorded_layers(self.manifest)  # layers whose contributions are here
+        self._starts = {layer: self._row_starts(layer) for layer in self.recorded} if self._compressed else {}
 
     def tap(self, source: TapSource, rows: Rows) -> np.ndarray:
-        """A recorded residual, float16 (n, D), as it was in the model."""
+        """A recorded residual, float16 (n, D), as it was in the model. Raises DataError for one not recorded."""
+        self._check_recorded(layer_file(source.point, source.layer), source.layer)
         residual_nD = self._arrays[layer_file(source.point, source.layer)][rows]
         return residual_nD.copy() if isinstance(rows, slice) else residual_nD
 
     def heads_of(self, layer: int, rows: Rows) -> np.ndarray:
         """Contribution of every head, float32 (n, H)."""
+        self._check_recorded(layer_file("heads", layer), layer)
         return self._arrays[layer_file("heads", layer)][rows].astype(np.float32)
 
     def mlp(self, layer: int, rows: Rows) -> np.ndarray:
         """Contribution of every neuron, float32 (n, F), 0 where none is stored."""
+        self._check_recorded(layer_file("mlp" if not self._compressed else "mlp.count", layer), layer)
         if not self._compressed:
             return self._arrays[layer_file("mlp", layer)][rows].astype(np.float32)
         count_n, places = self._stored(layer, rows)
@@ -66,6 +70,13 @@ class ActivationCache:
         c_nF = np.zeros((len(count_n), self.neurons), dtype=np.float32)
         c_nF.reshape(-1)[np.repeat(np.arange(len(count_n)) * self.neurons, count_n) + index_S] = value_S
         return c_nF
+
+    def _check_recorded(self, name: str, layer: int) -> None:
+        if name not in self._arrays:
+            raise DataError(
+                f"{self.folder} has no {name}: it was collected with collect.layers={self.recorded}, collect layer "
+                f"{layer} too"
+            )
 
     def verify(self) -> None:
         """Read every file and raise DataError for the first whose content is not what was written."""

@@ -17,13 +17,27 @@ from torch import Tensor
 from dejavu.activations.layout import SIZES, position_file, resolve_encoding
 from dejavu.activations.recorder import Recorder
 from dejavu.activations.writer import CacheWriter
-from dejavu.errors import DataError
+from dejavu.errors import ConfigError, DataError
 from dejavu.models.load import LoadedModel
 from dejavu.models.observe import observed
 from dejavu.schema import Collect
 
 Masked = Callable[[Tensor], AbstractContextManager[Any]]  # by which of the N tokens are no padding
 PLAIN_BATCHES = 4  # run a second time without hooks, to know what recording costs
+
+
+def check_layers(layers: list[int] | None, count: int, key: str) -> list[int] | None:
+    """The layers that a key of the config names, ascending; None for none named.
+
+    Raises ConfigError for a layer that does not exist or is named twice.
+    """
+    if layers is None:
+        return None
+    wrong = [layer for layer in layers if not 0 <= layer < count or layers.count(layer) > 1]
+    if wrong or not layers:
+        what = f"names {wrong[0]}, which is doubled or does not exist" if wrong else "is empty"
+        raise ConfigError(f"{key}={layers} {what}: the model has layers 0 to {count - 1}")
+    return sorted(layers)
 
 
 def whole(kept_N: Tensor) -> AbstractContextManager[Any]:
@@ -47,6 +61,7 @@ def cache_head(
         "model": {"name": loaded.name, "parameters": loaded.parameters, "fingerprint": loaded.fingerprint},
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         **{key: getattr(anatomy, key) for key in ("family", *SIZES)},
+        "recorded": check_layers(settings.layers, anatomy.layers, "collect.layers"),
         "encoding": encoding,
         "top": settings.top if encoding == "top" else None,
         "block": blocks_NT.shape[1],

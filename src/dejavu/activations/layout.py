@@ -12,7 +12,7 @@ Plain little-endian numbers without headers, one row per token, so that appendin
     document.u32, token.u32, position.u16 or .u32   (N) each
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from dejavu.models.topk import kept
 
 SIZES = ("layers", "width", "neurons", "heads")  # fields of Anatomy and keys of every manifest
 COMPRESSED = ("mlp.count", "mlp.index", "mlp.value")  # kinds of file, in the order that encode.compressed returns
+FURTHEST_TAP = 2  # layers back that a tap may lie (models/taps.py)
 MOST_NEURONS = 1 << 16  # what an index of 16 bits reaches
 DTYPES = {suffix: np.dtype(code) for suffix, code in (("f16", "<f2"), ("u16", "<u2"), ("u32", "<u4"))}
 
@@ -60,14 +61,29 @@ def streams(head: Mapping[str, Any]) -> dict[str, Stream]:
         Stream("token.u32", 1, "the token ids"),
         Stream(position_file(head["block"]), 1, "the positions"),
     ]
-    for layer in range(head["layers"]):
+    recorded = recorded_layers(head)
+    for layer in tapped_layers(recorded):
         found += [
             Stream(layer_file("residual", layer), head["width"], f"the residual r of layer {layer}"),
             Stream(layer_file("middle", layer), head["width"], f"the residual m of layer {layer}"),
+        ]
+    for layer in recorded:
+        found += [
             Stream(layer_file("heads", layer), head["heads"], f"the head contributions of layer {layer}"),
             *_mlp_streams(layer, head["neurons"], head["encoding"]),
         ]
     return {stream.name: stream for stream in found}
+
+
+def recorded_layers(head: Mapping[str, Any]) -> list[int]:
+    """The layers whose contributions a cache holds, ascending: all, unless `collect.layers` named some."""
+    chosen = head.get("recorded")
+    return list(range(head["layers"])) if chosen is None else list(chosen)
+
+
+def tapped_layers(recorded: Sequence[int]) -> list[int]:
+    """The layers whose residuals are kept: whatever tap predictors of the recorded layers read, it is among them."""
+    return sorted({max(0, layer - back) for layer in recorded for back in range(FURTHEST_TAP + 1)} | {0})
 
 
 def layer_file(kind: str, layer: int) -> str:

@@ -7,7 +7,7 @@ K head_dim, E = heads * head_dim, F neurons.
 from torch import Tensor
 
 from dejavu.activations.encode import compressed
-from dejavu.activations.layout import COMPRESSED, kept_neurons, layer_file
+from dejavu.activations.layout import COMPRESSED, kept_neurons, layer_file, recorded_layers, tapped_layers
 from dejavu.activations.writer import CacheWriter
 from dejavu.models.anatomy import Anatomy
 from dejavu.models.contribution import Contributions
@@ -27,6 +27,8 @@ class Recorder(Observer):
         self.dense = writer.head["encoding"] == "dense"
         self.most = kept_neurons(writer.head["encoding"], writer.head["top"], anatomy.neurons)
         self.contributions = Contributions(anatomy)
+        self.recorded = frozenset(recorded_layers(writer.head))
+        self.tapped = frozenset(tapped_layers(sorted(self.recorded)))
         self._rows_N: Tensor | None = None
 
     def begin(self, keep_BT: Tensor | None) -> None:
@@ -34,16 +36,22 @@ class Recorder(Observer):
         self._rows_N = None if keep_BT is None else keep_BT.reshape(-1).nonzero().view(-1)
 
     def residual(self, layer: int, residual_RD: Tensor) -> None:
-        self._append("residual", layer, self._kept(residual_RD).half())
+        if layer in self.tapped:
+            self._append("residual", layer, self._kept(residual_RD).half())
 
     def heads(self, layer: int, heads_RE: Tensor) -> None:
+        if layer not in self.recorded:
+            return
         heads_NHK = self._kept(heads_RE).unflatten(1, (self.anatomy.heads, self.anatomy.head_dim))
         self._append("heads", layer, self.contributions.of_heads(layer, heads_NHK).half())
 
     def middle(self, layer: int, middle_RD: Tensor) -> None:
-        self._append("middle", layer, self._kept(middle_RD).half())
+        if layer in self.tapped:
+            self._append("middle", layer, self._kept(middle_RD).half())
 
     def neurons(self, layer: int, activations_RF: Tensor) -> None:
+        if layer not in self.recorded:
+            return
         c_NF = self.contributions.of_neurons(layer, self._kept(activations_RF))
         if self.dense:
             self._append("mlp", layer, c_NF.half())

@@ -1,7 +1,8 @@
 """Tables of README and docs, written from runs' files: `python -m dejavu.analysis.readme RUN_DIR FILE.md [NAME]`.
 
 Numbers are put there by this, between two marker lines, and by nothing else. NAME is `table` (a pipeline over the
-embedded model, with its picture), `real` (a sweep over `tasks=real`) or `engine` (sweeps/engine.yaml).
+embedded model, with its picture), `real` (a sweep over `tasks=real`), `engine` (sweeps/engine.yaml), or `forms`,
+`ranks`, `lookahead` (evaluations of several bundles, docs/predictors.md).
 """
 
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 from omegaconf import OmegaConf
 
+from dejavu.analysis.bundles import bundles
 from dejavu.analysis.tables import in_order, percent, read_table, with_error
 from dejavu.errors import DataError
 from dejavu.evaluation.metrics import no_measurable_loss
@@ -159,6 +161,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "table": lambda run: embedded(read_table(run / "table.csv")),
     "real": lambda run: real(read_table(run / "table.csv")),
     "engine": engine,
+    "forms": bundles,
+    "ranks": bundles,
+    "lookahead": bundles,
 }
 
 if __name__ == "__main__":

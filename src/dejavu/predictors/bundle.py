@@ -81,7 +81,12 @@ class Bundle:
         return {name: self.tensors[name] for name in names}
 
     def mean_contribution(self, kind: str, layer: int) -> Tensor:
-        """Mean contribution of each unit over the training tokens, float32 (units,), for every layer of the model."""
+        """Mean contribution of each unit over the training tokens, float32 (units,). DataError for an unknown layer."""
+        if layer not in static_layers(self.config):
+            raise DataError(
+                f"bundle {self.folder} knows nothing of layer {layer}, whose contributions were not recorded: merge it "
+                "with one that does"
+            )
         return self.tensors[f"{kind}.{layer}.static"]
 
     def check_fits(self, fingerprint: str, sizes: Sizes) -> None:
@@ -124,6 +129,7 @@ def describe(
         "label_density": config.predictor.label_density,
         "weighting": config.predictor.weighting,
         "layers": list(layers),
+        "static_layers": list(cache.recorded),
         "cache": cache.id,
         "corpus": cache.manifest["corpus"],
         "stream": {key: value for key, value in stream.items() if key != "document_hashes"},
@@ -132,6 +138,11 @@ def describe(
         "seed": config.seed,
         "metrics": dict(metrics),
     }
+
+
+def static_layers(config: Mapping[str, Any]) -> list[int]:
+    """Layers with statistics: all, unless the cache held some only."""
+    return list(config.get("static_layers", range(config["anatomy"]["layers"])))
 
 
 def stored_name(config: Mapping[str, Any], kind: str, layer: int, name: str) -> str:
@@ -251,7 +262,8 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     for kind in KINDS:
         predictor = empty_predictor(config, kind)
         for layer in range(config["anatomy"]["layers"]):
-            found[f"{kind}.{layer}.static"] = (predictor.units,)
+            if layer in static_layers(config):
+                found[f"{kind}.{layer}.static"] = (predictor.units,)
             if layer in config["layers"]:
                 found |= {
                     stored_name(config, kind, layer, name): tuple(t.shape) for name, t in predictor.state_dict().items()

@@ -2,7 +2,7 @@
 
     contribution   target = sqrt(c / mean c),   loss = mean over tokens and units of (score - target)^2
     top            target = among the best by c at label_density,   binary cross entropy of sigmoid(score)
-    nonzero        target = c > 0,   binary cross entropy of sigmoid(score)
+    nonzero        target = c > 0,   binary cross entropy of sigmoid(score); heads, which all contribute, learn `top`
 
 Deja Vu's code learns `nonzero` for neurons and `top` for heads. Both lose what matters for a choice: a neuron at the
 edge of firing costs as much as a strong one, and a fixed share serves one ratio only. The order of contributions serves
@@ -14,6 +14,8 @@ do as well, or by their mean contribution (`predictor.weighting`).
 Shape suffixes: N tokens, U units.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -23,6 +25,11 @@ from dejavu.predictors.statistics import UnitStatistics
 from dejavu.schema import Predictor
 
 RAREST = 1e-3  # no unit starts from a chance below this, or above one less this
+
+
+def for_kind(settings: Predictor, kind: str) -> Predictor:
+    """The settings by which a kind learns."""
+    return replace(settings, label="top") if kind == "heads" and settings.label == "nonzero" else settings
 
 
 def targets(contributions_NU: Tensor, statistics: UnitStatistics, settings: Predictor) -> Tensor:

@@ -39,7 +39,12 @@ def merge_bundles(bundles: Sequence[Bundle], folder: str | Path) -> Bundle:
     kept = {key: value for key, value in first.config.items() if key not in ("id", "weights_sha256", "calibration")}
     hashes = {name for bundle in bundles for name in bundle.config["document_hashes"]}
     metrics = merged_metrics([bundle.config.get("metrics", {}) for bundle in bundles])
-    merged = {"layers": sorted(owners), "document_hashes": sorted(hashes), "metrics": metrics}
+    merged = {
+        "layers": sorted(owners),
+        "static_layers": sorted(owners),
+        "document_hashes": sorted(hashes),
+        "metrics": metrics,
+    }
     return write_bundle(folder, kept | merged | {"merged_from": [bundle.id for bundle in bundles]}, tensors)
 
 

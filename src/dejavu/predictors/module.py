@@ -50,7 +50,8 @@ class PredictorModule(pl.LightningModule):
         self.automatic_optimization = False
         self.keys = list(predictors)
         self.statistics = dict(statistics)
-        self.learnt, self.settings, self.total_steps = learnt, settings, total_steps
+        self.learnt = {kind: labels.for_kind(learnt, kind) for kind in KINDS}
+        self.settings, self.total_steps = settings, total_steps
         self.predictors = _nested(predictors)
         self.metrics = _nested({key: SelectionRecall() for key in self.keys})
         self.steps: Tensor
@@ -58,7 +59,7 @@ class PredictorModule(pl.LightningModule):
         with torch.no_grad():
             for key, predictor in predictors.items():
                 if predictor.up.bias is not None:
-                    predictor.up.bias.copy_(labels.initial_bias(self.statistics[key], learnt))
+                    predictor.up.bias.copy_(labels.initial_bias(self.statistics[key], self.learnt[key[0]]))
 
     def predictor(self, key: Key) -> Predictor:
         return _member(self.predictors, key)
@@ -121,7 +122,7 @@ class PredictorModule(pl.LightningModule):
 
     def _backward(self, key: Key, tap_ND: Tensor, contributions_NU: Tensor, share: float) -> Tensor:
         scores_NU = self.predictor(key)(tap_ND.to(self.device))
-        loss = labels.loss(scores_NU, contributions_NU.to(self.device), self.statistics[key], self.learnt)
+        loss = labels.loss(scores_NU, contributions_NU.to(self.device), self.statistics[key], self.learnt[key[0]])
         self.manual_backward(loss * share)
         return loss.detach()
 

@@ -15,6 +15,7 @@ from pytorch_lightning.loggers import Logger
 from pytorch_lightning.strategies import DDPStrategy
 
 from dejavu.activations.cache import ActivationCache
+from dejavu.activations.collect import check_layers
 from dejavu.errors import ConfigError, DejavuError
 from dejavu.models.anatomy import KINDS
 from dejavu.predictors.bundle import Bundle, describe, save_bundle
@@ -54,7 +55,7 @@ def train_bundle(
 
     The folder is a run's own: a bundle that the same run left there before (killed, or forced to rerun) is replaced.
     """
-    layers = chosen_layers(config.predictor.layers, cache.layers)
+    layers = chosen_layers(config.predictor.layers, cache)
     describe(cache, config, layers, {})  # what would be refused at the end is refused at the start
     trained = train_predictors(cache, config, folder, loggers, callbacks)
     lasting = {key: value for key, value in trained.metrics.items() if key != "seconds"}  # the id is of what was learnt
@@ -76,9 +77,9 @@ def train_predictors(
     Raises ConfigError for layers that do not exist, DataError for a single document and for a loss that is not finite.
     """
     started = time.perf_counter()
-    layers = chosen_layers(config.predictor.layers, cache.layers)
+    layers = chosen_layers(config.predictor.layers, cache)
     data = CacheData(cache, layers, config.predictor.tap, config.trainer, config.seed)
-    statistics = collect_statistics(cache, data.train_rows, range(cache.layers))
+    statistics = collect_statistics(cache, data.train_rows, cache.recorded)
     steps = len(data.sampler) * config.trainer.epochs
     steps = min(steps, config.trainer.max_steps) if config.trainer.max_steps > 0 else steps
     module = PredictorModule(new_predictors(cache, config, layers), statistics, config.predictor, config.trainer, steps)
@@ -94,15 +95,18 @@ def train_predictors(
     return Trained(module, predictors, statistics, metrics)
 
 
-def chosen_layers(layers: list[int] | None, count: int) -> list[int]:
-    """The layers to train, ascending. Raises ConfigError for one that does not exist, or is named twice."""
-    if layers is None:
-        return list(range(count))
-    wrong = [layer for layer in layers if not 0 <= layer < count or layers.count(layer) > 1]
-    if wrong or not layers:
-        what = f"names {wrong[0]}, which is doubled or does not exist" if wrong else "is empty"
-        raise ConfigError(f"predictor.layers={layers} {what}: the model has layers 0 to {count - 1}")
-    return sorted(layers)
+def chosen_layers(layers: list[int] | None, cache: ActivationCache) -> list[int]:
+    """The layers to train, ascending: all that the cache holds unless some are named.
+
+    Raises ConfigError for one that does not exist, is named twice or was not recorded.
+    """
+    chosen = check_layers(layers, cache.layers, "predictor.layers")
+    absent = [layer for layer in chosen or () if layer not in cache.recorded]
+    if absent:
+        raise ConfigError(
+            f"predictor.layers={layers} names {absent[0]}, which the cache does not hold: it has {cache.recorded}"
+        )
+    return list(cache.recorded) if chosen is None else chosen
 
 
 def new_predictors(cache: ActivationCache, config: Config, layers: Sequence[int]) -> dict[Key, Predictor]:

@@ -46,7 +46,9 @@ def run(run: Run) -> None:
     masked: Masked = whole
     if config.collect.on_policy:
         masked, head["stream"] = on_policy(loaded, config)
-    check_free_space(run.folder, estimate_bytes(loaded.anatomy, tokens_NT.size, head["encoding"], config.collect.top))
+    how = config.collect
+    needed = estimate_bytes(loaded.anatomy, tokens_NT.size, head["encoding"], how.top, recorded=head["recorded"])
+    check_free_space(run.folder, needed)
     run.say(
         f"collecting {tokens_NT.size:,} tokens of {len(texts):,} documents of {config.corpus.name} with {loaded.name}"
         + (f", thinned out by bundle {head['stream']['bundle']}" if config.collect.on_policy else "")

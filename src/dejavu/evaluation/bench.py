@@ -82,7 +82,10 @@ def make_plan(bench: Bench, settings: Calibrate, say: Callable[[str], None]) -> 
 
 
 def largest(bench: Bench, plan: Plan, increase: float) -> Point:
-    """The largest share of the body's bytes whose budget raises perplexity by at most `increase`, by bisection."""
+    """The largest share of the body's bytes whose budget raises perplexity by at most `increase`, by bisection.
+
+    0.01 is one per cent.
+    """
     low, high, best = 0.0, 1.0, bench.measured(bench.uniform(0.0))
     for _ in range(STEPS):
         middle = (low + high) / 2

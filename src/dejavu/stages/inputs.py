@@ -65,6 +65,10 @@ def check_backend(stage: str, config: Config) -> None:
             f"collect.on_policy=true records what predictors leave: use sparsity.selector=predictor, not "
             f"{sparsity.selector}"
         )
+    if stage == "calibrate" and sparsity.selector not in ("predictor", "oracle", "static"):
+        raise ConfigError(
+            f"dejavu calibrate finds budgets for sparsity.selector=predictor, oracle or static, not {sparsity.selector}"
+        )
     if stage == "generate":
         check_kernel(sparsity)
     if stage == "benchmark" and not kernel:

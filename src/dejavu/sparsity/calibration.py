@@ -144,7 +144,10 @@ def at_target(points: Sequence[Point], target: float, anatomy: Anatomy) -> Point
     Raises ConfigError for a share beyond the curve.
     """
     whole = Budget((anatomy.neurons,) * anatomy.layers, (anatomy.heads,) * anatomy.layers)
-    curve = [Point(0.0, whole), *sorted(points, key=lambda point: point.skipped)]
+    curve = [Point(0.0, whole)]
+    for point in sorted(points, key=lambda point: point.skipped):
+        if point.skipped > curve[-1].skipped + 1e-6:  # two ways to the same share: the first is as good
+            curve.append(point)
     if target > curve[-1].skipped + 0.005:
         raise ConfigError(
             f"sparsity.ratio={target:g} is beyond the bundle's calibrated curve, which ends at "

@@ -398,7 +398,7 @@ def test_pydocs_is_kept_and_made_anew_when_anything_it_follows_from_changes(tmp_
     (library / "module.py").write_text("x = 1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("dejavu.corpora.pydocs.pydocs", parse)
-    monkeypatch.setattr("dejavu.corpora.pydocs.library", lambda: library)
+    monkeypatch.setattr("dejavu.corpora.pydocs.stdlib", lambda: library)
     first = kept.kept_pydocs()
     assert kept.kept_pydocs() == first == parse() and len(made) == 2, "the second time it is read"
     (library / "module.py").write_text("x = 12")

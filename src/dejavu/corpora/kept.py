@@ -39,7 +39,7 @@ def state() -> str:
     digest = hashlib.sha256(sys.version.encode())
     for path in RULES:
         digest.update(Path(str(path)).read_bytes())
-    library = pydocs.library()
+    library = pydocs.stdlib()
     for file in pydocs.python_files(library):
         found = file.stat()
         digest.update(f"{file.relative_to(library)} {found.st_size} {found.st_mtime_ns}\n".encode())

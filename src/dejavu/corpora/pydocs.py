@@ -33,17 +33,17 @@ def pydocs() -> dict[str, list[Document]]:
 
 def standard_library() -> Iterator[Document]:
     """Docstrings of every module of the standard library, in the order of file names."""
-    yield from docstrings(library())
+    yield from docstrings(stdlib())
 
 
-def library() -> Path:
+def stdlib() -> Path:
     """The folder of the standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def topics() -> Iterator[Document]:
     """The language reference behind `help("topics")`: the dictionary literal in pydoc_data/topics.py."""
-    path = library() / "pydoc_data" / "topics.py"
+    path = stdlib() / "pydoc_data" / "topics.py"
     if not path.exists():  # some distributions split it off
         return
     literal = next(node.value for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, ast.Assign))

@@ -47,12 +47,12 @@ def run(run: Run) -> None:
 
 def metrics(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
     """Milliseconds a token of all that ran, by contender, storage, fraction NOT computed and prompt."""
-    return {
-        f"ms_per_token/{row.contender}/{row.storage}/{row.mlp:g}/{row.prompt_tokens}": {
-            "value": float(row.ms_per_token), "stderr": None, "n": int(row.new_tokens * row.repeats),
-        }
-        for row in rows[rows["ms_per_token"].notna()].itertuples()
-    }  # fmt: skip
+    found = {}
+    for entry in rows[rows["ms_per_token"].notna()].to_dict("records"):
+        name = f"{entry['contender']}/{entry['storage']}/{entry['mlp']:g}/{entry['prompt_tokens']}"
+        count = int(entry["new_tokens"] * entry["repeats"])
+        found[f"ms_per_token/{name}"] = {"value": float(entry["ms_per_token"]), "stderr": None, "n": count}
+    return found
 
 
 def model(run: Run) -> tuple[str | None, dict[str, Any]]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from dejavu.errors import DataError
 from dejavu.models.anatomy import KINDS
 from dejavu.models.load import LoadedModel
-from dejavu.sparsity.budget import Budget
+from dejavu.sparsity.budget import everything
 from dejavu.sparsity.calibration import Group
 from dejavu.sparsity.layers import Sparsifier
 from dejavu.sparsity.selectors import Choice, Selector, Tokens
@@ -80,8 +80,7 @@ def recalls(
 ) -> dict[Group, np.ndarray]:
     """Recall of mass of a selector's best k units of each group, (U + 1,) for k = 0 to all, on the dense stream."""
     reach, parts = Reach(selector), loaded.anatomy
-    every = Budget((parts.neurons,) * parts.layers, (parts.heads,) * parts.layers)
-    sparsifier = Sparsifier(parts, reach, every, tap=tap, force=True)
+    sparsifier = Sparsifier(parts, reach, everything(parts), tap=tap, force=True)
     with sparsifier.attached():
         for ids_BT, tokens in batches(blocks_NT, batch_size, loaded.device):
             sparsifier.begin(tokens)

@@ -2,14 +2,12 @@
 
 from pathlib import Path
 
-import numpy as np
-import torch
-
 from dejavu.corpora.blocks import encode_documents, pack
 from dejavu.corpora.sources import documents
 from dejavu.decode.build import make_engine
 from dejavu.errors import ConfigError, DataError
 from dejavu.evaluation.decoded import EngineScorer
+from dejavu.evaluation.probe import thresholds
 from dejavu.evaluation.scoring import Scorer, Scoring
 from dejavu.models.contribution import Contributions
 from dejavu.models.load import LoadedModel
@@ -18,7 +16,7 @@ from dejavu.predictors.network import default_rank
 from dejavu.schema import NEURONS_ONLY, Config
 from dejavu.sparsity.calibration import choose_budget
 from dejavu.sparsity.layers import Sparsifier
-from dejavu.sparsity.selectors import Oracle, Predicted, Prompt, Random, Selector, Static, Tokens
+from dejavu.sparsity.selectors import Oracle, Predicted, Prompt, Random, Selector, Static
 from dejavu.sparsity.training_free import Gate, LowRank, SignBits
 
 
@@ -90,9 +88,4 @@ def calibrate_thresholds(scorer: Scorer, config: Config) -> None:
     blocks_NT = blocks_NT[: max(1, config.evaluation.calibration_tokens // length)]
     if not len(blocks_NT):
         raise DataError(f"corpus {config.corpus.name} is shorter than one block of {length} tokens: lower corpus.block")
-    tokens_BT = torch.from_numpy(blocks_NT.astype(np.int64)).to(loaded.device)
-    everything_N = torch.ones(tokens_BT.numel(), dtype=torch.bool, device=loaded.device)
-    numbers_N = torch.arange(tokens_BT.numel(), device=loaded.device)
-    with sparsifier.calibrating(), sparsifier.attached(), torch.inference_mode():
-        sparsifier.begin(Tokens(everything_N, numbers_N // length, numbers_N % length))
-        loaded.model.base_model(input_ids=tokens_BT, use_cache=False)
+    thresholds(sparsifier, loaded, blocks_NT)

@@ -180,7 +180,7 @@ def save_bundle(
 
 
 def write_bundle(folder: str | Path, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Bundle:
-    """Write config and tensors by rename."""
+    """Write config and tensors by rename; an id in the description, which may be another bundle's, is replaced."""
     folder = Path(folder)
     if folder.exists():
         raise DataError(f"{folder} exists and bundles are never changed: choose another folder, or delete this one")
@@ -207,11 +207,9 @@ def recalibrated(bundle: Bundle, folder: str | Path, calibration: Mapping[str, A
 
     Raises DataError as `save_bundle` does.
     """
-    description = {key: value for key, value in bundle.config.items() if key not in ("id", "weights_sha256")}
-    description["document_hashes"] = sorted({*bundle.config["document_hashes"], *hashes})
-    return write_bundle(
-        folder, description | {"calibration": dict(calibration), "calibrated_from": bundle.id}, bundle.tensors
-    )
+    known = sorted({*bundle.config["document_hashes"], *hashes})
+    added = {"document_hashes": known, "calibration": dict(calibration), "calibrated_from": bundle.id}
+    return write_bundle(folder, bundle.config | added, bundle.tensors)
 
 
 def load_bundle(folder: str | Path) -> Bundle:

@@ -36,7 +36,7 @@ def merge_bundles(bundles: Sequence[Bundle], folder: str | Path) -> Bundle:
         for kind in ("mlp", "heads"):
             tensors |= bundle.tensors_of(kind, layer)
             tensors[f"{kind}.{layer}.static"] = bundle.mean_contribution(kind, layer)
-    kept = {key: value for key, value in first.config.items() if key not in ("id", "weights_sha256", "calibration")}
+    kept = {key: value for key, value in first.config.items() if key != "calibration"}
     hashes = {name for bundle in bundles for name in bundle.config["document_hashes"]}
     metrics = merged_metrics([bundle.config.get("metrics", {}) for bundle in bundles])
     merged = {

@@ -19,8 +19,7 @@ CARD = "README.md"
 
 def save_pretrained(bundle: Bundle, folder: str | Path) -> Bundle:
     """Write the same bundle to another folder, with its card; the id stays. Raises DataError for one that exists."""
-    kept = {key: value for key, value in bundle.config.items() if key not in ("id", "weights_sha256")}
-    saved = write_bundle(folder, kept, bundle.tensors)
+    saved = write_bundle(folder, bundle.config, bundle.tensors)
     by_rename(saved.folder / CARD, lambda path: path.write_text(card(bundle.config), "utf-8"))
     return saved
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dejavu.models.anatomy import KINDS, Anatomy
 from dejavu.models.topk import top_k_mask
+from dejavu.sparsity.calibration import body_weights
 
 if TYPE_CHECKING:
     from dejavu.predictors.bundle import Bundle
@@ -95,7 +96,6 @@ def cost_account(measured: Mapping[str, Any], bundle: "Bundle", anatomy: Anatomy
     predictors      weights of the predictors that chose them; a shared trunk counts once for each kind
     net_skipped     the difference, below 0 where a predictor costs more than it saves
     """
-    body = anatomy.layers * sum(anatomy.units(kind) * anatomy.unit_weights(kind) for kind in KINDS)
     names = {"mlp": "mlp", "heads": "head"}
     asked = [
         (kind, layer)
@@ -104,7 +104,7 @@ def cost_account(measured: Mapping[str, Any], bundle: "Bundle", anatomy: Anatomy
         if density < 1 and layer in bundle.layers
     ]
     sizes = {name: tensor.numel() for key in asked for name, tensor in bundle.tensors_of(*key).items()}
-    gross, cost = 1 - float(measured["body_density"]), sum(sizes.values()) / body
+    gross, cost = 1 - float(measured["body_density"]), sum(sizes.values()) / body_weights(anatomy)
     return {"gross_skipped": gross, "predictors": cost, "net_skipped": gross - cost}
 
 

@@ -32,10 +32,15 @@ def requested_ratios(sparsity: Sparsity) -> tuple[float, float]:
     return (0.0 if sparsity.part == "heads" else mlp), (0.0 if sparsity.part == "mlp" else heads)
 
 
+def everything(anatomy: Anatomy) -> Budget:
+    """All units of every layer."""
+    return Budget((anatomy.neurons,) * anatomy.layers, (anatomy.heads,) * anatomy.layers)
+
+
 def make_budget(sparsity: Sparsity, anatomy: Anatomy) -> Budget:
     """Counts for each layer. Raises ConfigError for a list of the wrong length or a layer that does not exist."""
     if sparsity.selector == "dense":
-        return Budget((anatomy.neurons,) * anatomy.layers, (anatomy.heads,) * anatomy.layers)
+        return everything(anatomy)
     dense = {layer_number(place, anatomy.layers) for place in sparsity.dense_layers}
     mlp, heads = requested_ratios(sparsity)
     heads_layers = None if sparsity.selector in NEURONS_ONLY else sparsity.heads_layers

@@ -19,7 +19,7 @@ import numpy as np
 from dejavu.errors import ConfigError, DataError
 from dejavu.models.anatomy import KINDS, Anatomy
 from dejavu.schema import Sparsity
-from dejavu.sparsity.budget import Budget, make_budget, requested_ratios
+from dejavu.sparsity.budget import Budget, everything, make_budget, requested_ratios
 
 Group = tuple[str, int]  # kind, layer
 
@@ -143,8 +143,7 @@ def at_target(points: Sequence[Point], target: float, anatomy: Anatomy) -> Point
 
     Raises ConfigError for a share beyond the curve.
     """
-    whole = Budget((anatomy.neurons,) * anatomy.layers, (anatomy.heads,) * anatomy.layers)
-    curve = [Point(0.0, whole)]
+    curve = [Point(0.0, everything(anatomy))]
     for point in sorted(points, key=lambda point: point.skipped):
         if point.skipped > curve[-1].skipped + 1e-6:  # two ways to the same share: the first is as good
             curve.append(point)

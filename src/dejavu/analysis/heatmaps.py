@@ -29,6 +29,25 @@ def layer_heat_map(measured: Mapping[str, Any], path: Path | str) -> Path:
     return draw_rows(rows, "density and recall per layer", Path(path))
 
 
+def predictor_heat_map(layers: Mapping[str, Mapping[str, Any]], density: str, path: Path | str) -> Path:
+    """How well a bundle's predictors choose, by kind: recall of mass, the static order's, and recall. PNG and SVG.
+
+    `layers` is `metrics.layers` of a bundle's config, such as {"mlp.3": {"recall_of_mass": {"0.25": 0.9}}}.
+    """
+    measures = {
+        "recall_of_mass": "recall of mass",
+        "static_recall_of_mass": "recall of mass, static",
+        "recall": "recall",
+    }
+    last = max(int(name.split(".")[1]) for name in layers)
+    rows = {
+        f"{unit}: {title}": [layers.get(f"{kind}.{layer}", {}).get(key, {}).get(density) for layer in range(last + 1)]
+        for kind, unit in (("mlp", "neurons"), ("heads", "heads"))
+        for key, title in measures.items()
+    }
+    return draw_rows(rows, f"held-out tokens, {float(density):.0%} of the units chosen", Path(path))
+
+
 def selector_heat_map(runs: Mapping[str, Mapping[str, Any]], key: str, title: str, path: Path | str) -> Path:
     """One measure (such as `mlp_recall_of_mass_per_layer`) of several runs: a row per run. Writes PNG and SVG."""
     rows = {name: measured[key] for name, measured in runs.items() if any(v is not None for v in measured.get(key, []))}

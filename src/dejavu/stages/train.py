@@ -3,10 +3,13 @@
 from pathlib import Path
 
 from dejavu.activations.cache import ActivationCache
+from dejavu.analysis.heatmaps import predictor_heat_map
 from dejavu.models.memory import keep_freed_memory
 from dejavu.predictors.train import train_bundle
 from dejavu.tracking.lightning import lightning_loggers
 from dejavu.tracking.run import Run
+
+SHOWN = "0.25"  # density of the heat map
 
 
 def run(run: Run) -> None:
@@ -19,6 +22,7 @@ def run(run: Run) -> None:
     bundle, training = train_bundle(cache, config, run.folder, lightning_loggers(run))
     for kind, recall in training["recall_of_mass"].items():
         run.say(f"{kind}: mean recall of mass {recall:.4f} over densities 0.1, 0.25, 0.35 and 0.5")
+    run.wandb.image("layers", predictor_heat_map(training["layers"], SHOWN, run.folder / "layers.png"))
     count = training["validation_tokens"]
     recalls = {kind: {"value": value, "stderr": None, "n": count} for kind, value in training["recall_of_mass"].items()}
     run.record |= {

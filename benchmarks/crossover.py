@@ -29,7 +29,7 @@ def main(model: str, storage: str) -> None:
     architecture = OmegaConf.to_container(OmegaConf.load(CONF / f"{model}.yaml").architecture)
     assert isinstance(architecture, dict)
     architecture |= {"num_hidden_layers": LAYERS, "vocab_size": 512}
-    engine = Engine(random_weights(architecture, storage, 8), threads=THREADS, skip_zeros=False)
+    engine = Engine(random_weights(architecture, storage, (8, 8)), threads=THREADS, skip_zeros=False)
     table = Table(title=f"{model} {storage}: MLP halves over a union, as a part of the whole", box=box.SIMPLE_HEAD)
     for header in ("sequences", *(f"{share:.0%}" for share in SHARES), "whole, ms a layer"):
         table.add_column(header, justify="right")

@@ -21,7 +21,8 @@ from dejavu.benchmark.engines import engines
 from dejavu.benchmark.floor import Bandwidth, shape_of, terms
 from dejavu.decode import ops
 from dejavu.decode.weights import matrix
-from dejavu.predictors.network import default_rank
+from dejavu.predictors.network import ranks
+from dejavu.schema import Predictor
 
 CONF = Path(__file__).resolve().parents[1] / "conf" / "model"
 TOKENS, WARM, PROMPT, THREADS = 32, 4, 128, 2
@@ -32,10 +33,11 @@ def main(model: str, storage: str, ratio: float, overlap: bool) -> None:
     """Decode some tokens with every operator timed, and print the parts."""
     architecture = OmegaConf.to_container(OmegaConf.load(CONF / f"{model}.yaml").architecture)
     assert isinstance(architecture, dict)
-    shape, rank = shape_of(architecture), default_rank(architecture["hidden_size"])
+    shape, read_ranks = shape_of(architecture), ranks(architecture["hidden_size"], Predictor())
     spec = {
-        "source": None, "architecture": architecture, "storage": storage, "rank": rank, "seed": 0, "threads": THREADS,
-        "decode": {"kv": "lazy", "window": 16, "overlap": overlap}, "variants": [{"mlp": ratio, "heads": ratio}],
+        "source": None, "architecture": architecture, "storage": storage, "ranks": read_ranks, "seed": 0,
+        "decode": {"kv": "lazy", "window": 16, "overlap": overlap}, "threads": THREADS,
+        "variants": [{"mlp": ratio, "heads": ratio}],
     }  # fmt: skip
     contender = engines(spec)[0]
     contender.start(np.random.default_rng(0).integers(4, 1000, PROMPT).tolist(), TOKENS + WARM)
@@ -48,7 +50,7 @@ def main(model: str, storage: str, ratio: float, overlap: bool) -> None:
             setattr(half, name, timed(getattr(half, name), half.kind, spent))
     times = contender.decode(TOKENS)
     second_halves_alone(contender.engine, spent)
-    read = terms(shape, storage, ratio, ratio, rank, PROMPT, 4)
+    read = terms(shape, storage, ratio, ratio, read_ranks, PROMPT, 4)
     table = Table(title=f"{model} {storage}, {ratio:.0%} skipped, overlap {overlap}", box=box.SIMPLE_HEAD)
     for header in ("part", "calls", "ms a token", "MB", "GB/s"):
         table.add_column(header, justify="left" if header == "part" else "right")

@@ -32,7 +32,7 @@ PROMPT = [5, 9, 33, 7, 60]
 def spec(family: str = "dejavu", storage: str = "float32", **values: object) -> dict[str, object]:
     """A spec over the tiny shape."""
     found = peers.base(Config(), None, TINY, 1) | {"family": family, "storage": storage, "variants": [DENSE]}
-    return {**found, "rank": 4, "attention": "eager", "compute_type": storage, "memory_mb": 500.0, **values}
+    return {**found, "ranks": (8, 4), "attention": "eager", "compute_type": storage, "memory_mb": 500.0, **values}
 
 
 def stored_bytes(weights: Weights) -> int:
@@ -47,12 +47,12 @@ def stored_bytes(weights: Weights) -> int:
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8"])
 def test_terms_are_the_bytes_that_are_stored(storage):
-    weights = random_weights(TINY, storage, rank=4)
+    weights = random_weights(TINY, storage, ranks=(8, 4))
     found = terms(shape_of(TINY), storage, 0, 0, None, 10, 4)
     assert found.body == stored_bytes(weights) and found.predictors == 0
     assert found.embedding == weights.embedding.bytes_per_row * 96
     assert found.cache == 2 * 10 * 32 * 2 * 4  # layers, positions, width, keys and values, bytes
-    sparse = terms(shape_of(TINY), storage, 0.75, 0.75, 4, 0, 4)
+    sparse = terms(shape_of(TINY), storage, 0.75, 0.75, (8, 4), 0, 4)
     assert sparse.body == pytest.approx(found.body / 4)
     halves = [
         (half.rows, predictor) for predictor in weights.predictors.values() for half in (predictor.down, predictor.up)
@@ -62,7 +62,7 @@ def test_terms_are_the_bytes_that_are_stored(storage):
 
 
 def test_terms_of_opt_1_3b_are_the_ones_in_the_cost_model():
-    found = terms(Shape(2048, 24, 32, 8192, 50_272), "bfloat16", 0.75, 0.75, 256, 0, 4)
+    found = terms(Shape(2048, 24, 32, 8192, 50_272), "bfloat16", 0.75, 0.75, (256, 256), 0, 4)
     assert [round(part / 1e9, 2) for part in (found.body, found.predictors, found.embedding)] == [0.6, 0.15, 0.21]
     assert found.floor_ms(17) == pytest.approx(57, abs=1)
 

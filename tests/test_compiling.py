@@ -62,7 +62,7 @@ def test_processes_that_compile_at_one_time_do_not_spoil_each_others(tmp_path):
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_call_compiles_nothing_that_was_not_bound(storage):
-    weights = random_weights(tiny_opt().config.to_dict(), storage, rank=4)
+    weights = random_weights(tiny_opt().config.to_dict(), storage, ranks=(4, 4))
     engine = Engine(weights, Predicted(Budget((16, 16), (2, 2))), threads=2, overlap=True)
     prompt = np.array([[2, 5, 7]])
     engine.prefill(prompt)  # binds what it allocates

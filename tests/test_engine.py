@@ -285,7 +285,7 @@ def test_a_data_loader_with_workers_works_after_the_kernels():
 @pytest.mark.parametrize("storage", STORAGES)
 def test_random_weights_decode(storage):
     shape = {"hidden_size": 64, "num_attention_heads": 4, "ffn_dim": 600, "num_hidden_layers": 2, "vocab_size": 512}
-    weights = random_weights({**shape, "max_position_embeddings": 32}, storage, rank=8)
+    weights = random_weights({**shape, "max_position_embeddings": 32}, storage, ranks=(8, 8))
     chooser = Predicted(Budget((150, 150), (1, 1)))
     engine = Engine(weights, chooser)
     logits = engine.prefill(np.full((1, 8), 5))

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import pickletools
 import subprocess
 import sys
@@ -82,7 +83,8 @@ class FakeCache:
 
 def config(epochs: int = 6, layers: list[int] | None = None, **trainer) -> Config:
     made = Config(device="cpu")
-    made.predictor.rank, made.predictor.layers = 32, layers
+    made.predictor.rank = made.predictor.first_rank = 32
+    made.predictor.layers = layers
     for key, value in ({"epochs": epochs, "batch_tokens": 128, "learning_rate": 0.01} | trainer).items():
         setattr(made.trainer, key, value)
     return made
@@ -185,7 +187,11 @@ def test_labels_keep_the_order_and_have_one_scale():
     statistics = UnitStatistics(c.mean(0), c.sqrt().mean(0), (c > 0).float().mean(0))
     order = Settings()
     np.testing.assert_allclose(labels.targets(c, statistics, order) ** 2 * 5, c, rtol=1e-6)
-    assert labels.loss(labels.targets(c, statistics, order), c, statistics, order) == 0
+    exact = labels.targets(c, statistics, order)
+    assert labels.loss(exact, c, statistics, order) == labels.loss(exact, c, statistics, Settings(label="amount")) == 0
+    below = torch.where(c > 0, exact, -3.0)  # how far below the last that contributes makes no difference
+    assert labels.loss(below, c, statistics, order) == 0 < labels.loss(below, c, statistics, Settings(label="amount"))
+    assert labels.loss(exact + 1, c, statistics, order) == 1
     torch.testing.assert_close(labels.initial_bias(statistics, order), labels.targets(c, statistics, order).mean(0))
 
 
@@ -433,6 +439,9 @@ def test_training_stops_without_progress(tmp_path):
 
 def test_training_says_nothing_by_itself(tmp_path, capsys, recwarn, monkeypatch):
     said = []
+    srun = tmp_path / "srun"  # as on a cluster, which Lightning remarks upon
+    srun.touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(logging.getLogger("pytorch_lightning"), "handlers", [SayingHandler(said)])
     train_predictors(FakeCache(), config(epochs=1), tmp_path)
     assert said == [] and capsys.readouterr() == ("", "") and [str(w.message) for w in recwarn] == []
@@ -597,8 +606,10 @@ def test_from_a_recorded_model_to_a_bundle_that_fits_it(tmp_path):
         collect(loaded, blocks, numbers, writer, 8, Collect())
         writer.finish()
     settings = config(epochs=2)
-    settings.predictor.rank = None
+    settings.predictor.rank = settings.predictor.first_rank = None
     bundle, metrics = train_bundle(ActivationCache(tmp_path / "cache"), settings, tmp_path)
     load_bundle(tmp_path / "bundle").check_fits(fingerprint(model), loaded.anatomy)
-    assert bundle.config["rank"] == 4 and metrics["validation_tokens"] == 128
+    shapes = [bundle.predictor("mlp", layer).rank for layer in range(2)]
+    assert shapes == [bundle.config["first_rank"], bundle.config["rank"]] == [16, 4]
+    assert metrics["validation_tokens"] == 128
     assert bundle.config["cache"] == ActivationCache(tmp_path / "cache").id

@@ -20,7 +20,7 @@ STRATEGIES = ("auto", "ddp_spawn")
 PARTS = ("both", "mlp", "heads")
 METHODS = ("loss", "recall", "uniform")
 BUDGETS = ("uniform", "calibrated")
-LABELS = ("contribution", "top", "nonzero")
+LABELS = ("contribution", "amount", "top", "nonzero")
 WEIGHTINGS = ("none", "contribution")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -85,6 +85,7 @@ class Sparsity:
 class Predictor:
     tap: str = "overlap"
     rank: int | None = None
+    first_rank: int | None = None
     norm: bool = True
     activation: str = "relu"
     bias: bool = True
@@ -325,7 +326,8 @@ def check(config: Config) -> None:
     within("trainer.held_out", trainer.held_out, 1e-9, 0.5, "the share of the cache's documents used for validation")
     positive = {
         "corpus.tokens": corpus.tokens, "corpus.block": corpus.block, "batch_size": config.batch_size,
-        "predictor.rank": predictor.rank, "tasks.limit": config.tasks.limit, "trainer.epochs": trainer.epochs,
+        "predictor.rank": predictor.rank, "predictor.first_rank": predictor.first_rank,
+        "tasks.limit": config.tasks.limit, "trainer.epochs": trainer.epochs,
         "trainer.batch_tokens": trainer.batch_tokens, "trainer.learning_rate": trainer.learning_rate,
         "trainer.devices": trainer.devices,
         "trainer.checkpoint_steps": trainer.checkpoint_steps, "trainer.patience": trainer.patience,

@@ -45,7 +45,7 @@ def engines(spec: dict[str, Any]) -> list[DejaVu]:
     """One contender for each of the spec's variants, {mlp, heads} NOT computed."""
     tap = "overlap"
     if spec["source"] is None:
-        weights = random_weights(spec["architecture"], spec["storage"], spec["rank"], spec["seed"])
+        weights = random_weights(spec["architecture"], spec["storage"], spec["ranks"], spec["seed"])
     else:
         weights = repack(pretrained_model(spec["source"], torch.float32), spec["storage"])
         if spec["bundle"] is not None:

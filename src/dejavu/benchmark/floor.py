@@ -62,10 +62,13 @@ class Terms:
         return self.total / bandwidth_gb_s / 1e6
 
 
-def terms(shape: Shape, storage: str, mlp: float, heads: float, rank: int | None, positions: int, cached: int) -> Terms:
+def terms(
+    shape: Shape, storage: str, mlp: float, heads: float, ranks: tuple[int, int] | None, positions: int, cached: int
+) -> Terms:
     """Bytes of one token when the fractions `mlp` and `heads` are NOT computed and `positions` are cached.
 
-    `rank` of the predictors, None without; `cached` bytes a value of the keys and values.
+    `ranks` of the predictors in the first layer and in all others, None without; `cached` bytes a value of keys and
+    values.
     """
     kept_neurons, kept_heads = kept(mlp, shape.neurons), kept(heads, shape.heads)
 
@@ -74,12 +77,13 @@ def terms(shape: Shape, storage: str, mlp: float, heads: float, rank: int | None
 
     body = rows(2 * kept_neurons + 4 * kept_heads * shape.head_dim, shape.width)
     predictors = 0
-    if rank is not None:
-        halves = ((mlp, shape.neurons), (heads, shape.heads))
-        predictors = sum(rows(rank, shape.width) + rows(rank, units) for ratio, units in halves if ratio > 0)
+    if ranks is not None:
+        chosen = [units for ratio, units in ((mlp, shape.neurons), (heads, shape.heads)) if ratio > 0]
+        every = ranks[0] + (shape.layers - 1) * ranks[1]
+        predictors = sum(rows(every, shape.width) + rows(every, units) for units in chosen)
     return Terms(
         body=shape.layers * body,
-        predictors=shape.layers * predictors,
+        predictors=predictors,
         embedding=rows(shape.vocabulary, shape.width),
         cache=shape.layers * kept_heads * positions * shape.head_dim * 2 * cached,
     )

@@ -9,7 +9,9 @@ from typing import Any
 
 from dejavu.benchmark.floor import BYTES, shape_of, terms
 from dejavu.errors import ConfigError
-from dejavu.predictors.network import default_rank
+from dejavu.predictors.bundle import stored_ranks
+from dejavu.predictors.manifest import read_bundle_config
+from dejavu.predictors.network import ranks
 from dejavu.schema import Config
 
 Spec = dict[str, Any]
@@ -57,15 +59,18 @@ def settings(family: str, config: Config) -> list[list[dict[str, Any]]]:
 
 def base(config: Config, source: str | None, architecture: dict[str, Any], threads: int) -> Spec:
     """What all specs share."""
-    decode = config.decode
+    decode, bundle = config.decode, config.predictors if source is not None else None
+    read_ranks = ranks(architecture["hidden_size"], config.predictor)
+    if bundle is not None:
+        read_ranks = stored_ranks(read_bundle_config(bundle))
     return {
         "source": source,
         "architecture": architecture,
         "threads": threads,
         "environment": {},
         "seed": config.seed,
-        "bundle": config.predictors if source is not None else None,
-        "rank": config.predictor.rank or default_rank(architecture["hidden_size"]),
+        "bundle": bundle,
+        "ranks": read_ranks,
         "decode": {"kv": decode.kv, "window": decode.window, "overlap": decode.overlap},
     }
 
@@ -73,9 +78,9 @@ def base(config: Config, source: str | None, architecture: dict[str, Any], threa
 def memory_mb(spec: Spec) -> float:
     """About what a process takes; while a model is read from a folder it is there in float32 too."""
     shape = shape_of(spec["architecture"])
-    rank = spec["rank"] if spec["family"] == "dejavu" else None
+    read = spec["ranks"] if spec["family"] == "dejavu" else None
     weights = terms(shape, spec["storage"], 0, 0, None, 0, 0).total
-    weights += 0 if rank is None else terms(shape, spec["storage"], 0.5, 0.5, rank, 0, 0).predictors
+    weights += 0 if read is None else terms(shape, spec["storage"], 0.5, 0.5, read, 0, 0).predictors
     if spec["family"] == "ctranslate2":
         weights += shape.vocabulary * shape.width * BYTES[spec["storage"]]  # its head is not tied
     if spec["source"] is not None:

@@ -38,11 +38,11 @@ def row(times: Times, model: str, new_tokens: int, repeats: int) -> dict[str, An
     """One line of benchmark.csv."""
     spec, variant = times.spec, times.variant
     ours, sparse = spec["family"] == "dejavu", variant["mlp"] > 0 or variant["heads"] > 0
-    rank = spec["rank"] if ours and sparse else None
+    ranks = spec["ranks"] if ours and sparse else None
     cached = 4 if spec["family"] in ("dejavu", "ctranslate2") else BYTES[spec["storage"]]
     positions = times.prompt_tokens + new_tokens * repeats // 2
     read = terms(
-        shape_of(spec["architecture"]), spec["storage"], variant["mlp"], variant["heads"], rank, positions, cached
+        shape_of(spec["architecture"]), spec["storage"], variant["mlp"], variant["heads"], ranks, positions, cached
     )
     bandwidth = float(np.median(times.bandwidths)) if times.bandwidths else float("nan")
     q1, median, q3 = np.percentile(times.each, [25, 50, 75]) if times.each else [float("nan")] * 3
@@ -56,7 +56,7 @@ def row(times: Times, model: str, new_tokens: int, repeats: int) -> dict[str, An
         "ms_per_token_q1": q1, "ms_per_token_q3": q3, "first_token_ms": times.first, "bytes_per_token": read.total,
         "floor_ms": RESIDENT if read.total <= largest_cache() else read.floor_ms(bandwidth),
         "peak_memory_mb": times.memory_mb, "threads": spec["threads"], "kv": spec["decode"]["kv"] if ours else None,
-        "overlap": spec["decode"]["overlap"] if ours else None, "rank": rank, "new_tokens": new_tokens,
+        "overlap": spec["decode"]["overlap"] if ours else None, "rank": ranks and ranks[1], "new_tokens": new_tokens,
         "repeats": repeats, "bandwidth_gb_s": bandwidth, "body_bytes": read.body, "predictor_bytes": read.predictors,
         "embedding_bytes": read.embedding, "cache_bytes": read.cache,
         "note": times.failure or spec.get("label", "").strip() or None,

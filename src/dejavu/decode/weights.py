@@ -169,8 +169,11 @@ def pack_predictor(predictor: Predictor, storage: str) -> PackedPredictor:
     )
 
 
-def random_weights(architecture: dict[str, Any], storage: str, rank: int, seed: int = 0) -> Weights:
-    """OPT's shape with random weights and predictors, built in the storage type: for latency, never for quality."""
+def random_weights(architecture: dict[str, Any], storage: str, ranks: tuple[int, int], seed: int = 0) -> Weights:
+    """OPT's shape with random weights and predictors, built in the storage type: for latency, never for quality.
+
+    `ranks` of the predictors: in the first layer, in all others.
+    """
     width, heads = architecture["hidden_size"], architecture["num_attention_heads"]
     neurons, layers = architecture["ffn_dim"], architecture["num_hidden_layers"]
     random = np.random.default_rng(seed)
@@ -203,7 +206,7 @@ def random_weights(architecture: dict[str, Any], storage: str, rank: int, seed: 
             plain_norm(), linear(rank, width, rank), linear(rank, units[kind], units[kind]), relu=True
         )
         for kind in KINDS
-        for layer in range(layers)
+        for layer, rank in enumerate([ranks[0], *[ranks[1]] * (layers - 1)])
     }
     positions = random.standard_normal((architecture.get("max_position_embeddings", 2048), width), dtype=np.float32)
     embedding = rows(architecture.get("vocab_size", 50_272), width)

@@ -24,7 +24,7 @@ from dejavu.activations.cache import ActivationCache
 from dejavu.errors import DataError
 from dejavu.models.anatomy import KINDS
 from dejavu.predictors.manifest import CONFIG, FORMAT_VERSION, WEIGHTS, content_id, file_digest, read_bundle_config
-from dejavu.predictors.network import Predictor, default_rank
+from dejavu.predictors.network import Predictor, ranks
 from dejavu.predictors.statistics import Key, UnitStatistics
 from dejavu.schema import Config
 
@@ -68,16 +68,15 @@ class Bundle:
                 f"bundle {self.folder} has predictors for the layers {', '.join(map(str, self.layers))} and not for "
                 f"{layer}: leave that layer dense (sparsity.dense_layers) or train its predictors too"
             )
-        predictor = empty_predictor(self.config, kind)
+        predictor = empty_predictor(self.config, kind, layer)
         weights = {name: self.tensors[stored_name(self.config, kind, layer, name)] for name in predictor.state_dict()}
         predictor.load_state_dict(weights, assign=True)
         return predictor.eval().requires_grad_(False)
 
     def tensors_of(self, kind: str, layer: int) -> dict[str, Tensor]:
         """The stored tensors of one predictor, by their names in the file."""
-        names = [
-            stored_name(self.config, kind, layer, name) for name in empty_predictor(self.config, kind).state_dict()
-        ]
+        stored = empty_predictor(self.config, kind, layer).state_dict()
+        names = [stored_name(self.config, kind, layer, name) for name in stored]
         return {name: self.tensors[name] for name in names}
 
     def mean_contribution(self, kind: str, layer: int) -> Tensor:
@@ -115,12 +114,14 @@ def describe(
     absent = [key for key in ("model", "corpus", "document_hashes") if key not in cache.manifest]
     if absent:
         raise DataError(f"activation cache {cache.id} does not record its {', '.join(absent)}: collect it again")
+    first, others = ranks(cache.width, config.predictor)
     stream = cache.manifest.get("stream", {})  # none: the dense model's
     return {
         "model": {key: cache.manifest["model"][key] for key in ("name", "fingerprint")},
         "anatomy": {key: getattr(cache, key) for key in SIZES},
         "tap": config.predictor.tap,
-        "rank": default_rank(cache.width) if config.predictor.rank is None else config.predictor.rank,
+        "rank": others,
+        "first_rank": first,
         "norm": config.predictor.norm,
         "activation": config.predictor.activation,
         "bias": config.predictor.bias,
@@ -145,20 +146,24 @@ def static_layers(config: Mapping[str, Any]) -> list[int]:
     return list(config.get("static_layers", range(config["anatomy"]["layers"])))
 
 
+def stored_ranks(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Ranks in the first layer and in all others; older bundles have one for all."""
+    return config.get("first_rank", config["rank"]), config["rank"]
+
+
 def stored_name(config: Mapping[str, Any], kind: str, layer: int, name: str) -> str:
     """How a predictor's tensor is called in the file: `mlp.3.up.weight`; of a shared trunk `mlp.trunk.down.weight`."""
     shared = config.get("trunk", False) and name.startswith("down.")
     return f"{kind}.trunk.{name}" if shared else f"{kind}.{layer}.{name}"
 
 
-def empty_predictor(config: Mapping[str, Any], kind: str) -> Predictor:
+def empty_predictor(config: Mapping[str, Any], kind: str, layer: int) -> Predictor:
     """A predictor of the described shape without memory (on the meta device)."""
     sizes = config["anatomy"]
     units = sizes["neurons"] if kind == "mlp" else sizes["heads"]
+    rank = stored_ranks(config)[min(layer, 1)]
     with torch.device("meta"):
-        return Predictor(
-            sizes["width"], units, config["rank"], config["norm"], config["activation"], config.get("bias", True)
-        )
+        return Predictor(sizes["width"], units, rank, config["norm"], config["activation"], config.get("bias", True))
 
 
 def save_bundle(
@@ -258,8 +263,8 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a bundle."""
     found: dict[str, tuple[int, ...]] = {}
     for kind in KINDS:
-        predictor = empty_predictor(config, kind)
         for layer in range(config["anatomy"]["layers"]):
+            predictor = empty_predictor(config, kind, layer)
             if layer in static_layers(config):
                 found[f"{kind}.{layer}.static"] = (predictor.units,)
             if layer in config["layers"]:

@@ -10,7 +10,7 @@ from dejavu.errors import DataError
 from dejavu.predictors.bundle import Bundle, write_bundle
 from dejavu.predictors.module import mean_recalls
 
-SAME = ("model", "anatomy", "tap", "rank", "norm", "activation", "bias", "trunk", "label")
+SAME = ("model", "anatomy", "tap", "rank", "first_rank", "norm", "activation", "bias", "trunk", "label")
 
 
 def merge_bundles(bundles: Sequence[Bundle], folder: str | Path) -> Bundle:

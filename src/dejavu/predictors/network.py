@@ -12,12 +12,24 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from dejavu.schema import Predictor as Settings
+
 ACTIVATIONS = ("relu", "none")
 
 
 def default_rank(width: int) -> int:
     """An eighth of the model's width, at least 1."""
     return max(1, width // 8)
+
+
+def ranks(width: int, settings: Settings) -> tuple[int, int]:
+    """(in the first layer, in all others). Unless said otherwise an eighth of the width, in the first layer a half.
+
+    The first layer reads bare embeddings, and its neurons are the hardest to foresee: docs/predictors.md has figures.
+    One trunk for all layers has one rank.
+    """
+    others = settings.rank or default_rank(width)
+    return (others if settings.trunk else settings.first_rank or max(1, width // 2)), others
 
 
 class Predictor(nn.Module):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dejavu.errors import DataError
-from dejavu.predictors.bundle import Bundle, load_bundle, write_bundle
+from dejavu.predictors.bundle import Bundle, load_bundle, stored_ranks, write_bundle
 from dejavu.predictors.manifest import CONFIG, WEIGHTS
 from dejavu.tracking.files import by_rename
 
@@ -70,7 +70,7 @@ def card(config: Mapping[str, Any]) -> str:
         "bundle": config["id"],
         "layers with predictors": f"{len(config['layers'])} of {config['anatomy']['layers']}",
         "tap": config["tap"],
-        "rank": config["rank"],
+        "rank": "{1}, in the first layer {0}".format(*stored_ranks(config)),
         "form": form(config),
         "label": config.get("label", "contribution"),
         "text": f"{config['corpus']['name']}, hash {config['corpus']['hash']}",

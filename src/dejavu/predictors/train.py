@@ -22,7 +22,7 @@ from dejavu.predictors.bundle import Bundle, describe, save_bundle
 from dejavu.predictors.data import CacheData
 from dejavu.predictors.metrics import SelectionRecall
 from dejavu.predictors.module import PredictorModule, mean_recalls, name_of
-from dejavu.predictors.network import Predictor, seeded_predictor, share_trunk
+from dejavu.predictors.network import Predictor, ranks, seeded_predictor, share_trunk
 from dejavu.predictors.statistics import Key, UnitStatistics, collect_statistics
 from dejavu.schema import Config
 from dejavu.tracking.lightning import quiet_lightning
@@ -112,9 +112,12 @@ def chosen_layers(layers: list[int] | None, cache: ActivationCache) -> list[int]
 def new_predictors(cache: ActivationCache, config: Config, layers: Sequence[int]) -> dict[Key, Predictor]:
     """Untrained predictors for a cache's model."""
     settings, units = config.predictor, {"mlp": cache.neurons, "heads": cache.heads}
-    shape = (settings.rank, settings.norm, settings.activation, settings.bias)
+    first, others = ranks(cache.width, settings)
+    shape = (settings.norm, settings.activation, settings.bias)
     found = {
-        (kind, layer): seeded_predictor(config.seed, layer, cache.width, units[kind], *shape)
+        (kind, layer): seeded_predictor(
+            config.seed, layer, cache.width, units[kind], others if layer else first, *shape
+        )
         for kind in KINDS
         for layer in layers
     }

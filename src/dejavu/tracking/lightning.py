@@ -17,6 +17,7 @@ WARNINGS = (
     r".*does not have many workers.*",  # batches come from memory; workers would only copy
     r".*Checkpoint directory .* exists and is not empty.*",  # a resumed run's own
     r".*recommended to use `self.log.*sync_dist=True`.*",  # what is logged is the same in every process
+    r".*The `srun` command is available.*",  # on a cluster, where a launcher starts the processes
     r".*Experiment logs directory .* exists.*",
 )
 

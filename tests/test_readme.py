@@ -10,6 +10,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from dejavu.analysis.bundles import TASK
+from dejavu.analysis.bundles import main as compare
 from dejavu.analysis.readme import REAL, TABLES, main, markers, real
 from dejavu.analysis.runs import COLUMNS, typed
 from dejavu.analysis.tables import write_table
@@ -152,14 +154,28 @@ def test_the_table_of_bundles_reads_recall_cost_and_losses(tmp_path):
             run.mkdir(parents=True)
             loss = {"value": 4.0, "stderr": 0.1, "n": 20, "delta": delta, "delta_stderr": 0.01}
             measured = {"cost": {"predictors": 0.08}}
-            record = {"status": "ok", "metrics": {"pydocs_token": {"loss": loss}}, "sparsity": {"measured": measured}}
+            record = {"status": "ok", "metrics": {TASK: {"loss": loss}}, "sparsity": {"measured": measured}}
             (run / "result.json").write_text(json.dumps(record))
             place = bundle if part == "both" else bundle.parent
             (run / "config.yaml").write_text(
                 f"predictors: {place}\nsparsity: {{selector: predictor, part: {part}, ratio: 0.75}}\n"
             )
     lines = TABLES["ranks"](tmp_path / "quality").splitlines()
-    assert lines[2] == "| rank=8 | overlap | 8 | 0.876 | 0.500 | 8 % | +0.500 ± 0.010 | +0.250 ± 0.010 |"
-    assert len(lines) == 6 and lines[-1] == "At 75 % skipped."
-    with pytest.raises(DataError, match="give it one ratio alone"):
+    assert lines[2] == "| rank=8 | overlap | 8 | 0.876 | 0.500 | 8.0 % | +0.500 ± 0.010 | +0.250 ± 0.010 |"
+    assert len(lines) == 6 and lines[-1].startswith("At 75 % skipped")
+    oracle = tmp_path / "quality" / "oracle"
+    oracle.mkdir()
+    record["metrics"][TASK]["loss"]["delta"] = 0.125
+    (oracle / "result.json").write_text(json.dumps(record))
+    (oracle / "config.yaml").write_text("sparsity: {selector: oracle, part: both, ratio: 0.75}\n")
+    compare([str(tmp_path / "quality")])
+    table = pd.read_csv(tmp_path / "quality" / "bundles.csv")
+    assert table["name"].tolist() == ["oracle", "rank=8", "top"] and table["both"].tolist() == [0.125, 0.5, 0.5]
+    assert table["mlp"].isna().tolist() == [True, False, False]
+    assert (tmp_path / "quality" / "bundles.png").stat().st_size > 5_000
+    assert TABLES["ranks"](tmp_path / "quality").splitlines()[2] == "| oracle |  |  |  |  |  | +0.125 ± 0.010 |  |"
+    with pytest.raises(DataError, match="no evaluation with predictors"):
         TABLES["ranks"](tmp_path)
+    (oracle / "config.yaml").write_text("sparsity: {selector: oracle, part: both, ratio: 0.5}\n")
+    with pytest.raises(DataError, match="at several ratios"):
+        TABLES["ranks"](tmp_path / "quality")

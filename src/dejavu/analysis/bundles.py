@@ -1,55 +1,137 @@
-"""Predictors side by side: how they were made, how well they choose, what they cost and what is lost with them."""
+"""Predictors side by side: how they were made, how well they choose, what they cost and what is lost with them.
 
+python -m dejavu.analysis.bundles DIR    # evaluations of several bundles: DIR/bundles.csv, bundles.png, bundles.svg
+"""
+
+import sys
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
+from dejavu.analysis.figures import DPI, GREY, RC, STYLES, WIDTH, save
 from dejavu.analysis.tables import percent, with_error
 from dejavu.errors import DataError
-from dejavu.tracking.files import read_json
+from dejavu.evaluation.metrics import INTERVAL
+from dejavu.tracking.files import by_rename, read_json
 
 PARTS = {"both": "both", "mlp": "neurons alone", "heads": "heads alone"}
+COLOURS = {"both": STYLES["predictor"][0], "mlp": STYLES["oracle"][0], "heads": STYLES["static"][0]}
+TASK = "pydocs_token"
 
 
-def bundles(run: Path) -> str:
-    """A Markdown table over a sweep of evaluations: one row for each bundle, a column for each part left out.
+def main(arguments: list[str]) -> None:
+    """Write table and picture into the folder of the evaluations."""
+    run = Path(arguments[0])
+    table = bundle_table(run)
+    by_rename(run / "bundles.csv", lambda path: table.to_csv(path, index=False))
+    print(run / "bundles.csv")
+    print(picture(table, run / "bundles.png"))
 
+
+def bundle_table(run: Path) -> pd.DataFrame:
+    """One row for each bundle, and one for the oracle where it was evaluated.
+
+    name, tap, rank, first_rank, label, tokens (trained on), recall_of_mass_{mlp,heads} on held-out documents of the
+    cache, bytes (share of the body's that choosing reads), {both,mlp,heads} (nats a token over dense with that part
+    left out) and {both,mlp,heads}_stderr, ratio.
     Raises DataError when no evaluation in the folder used predictors, or they left out different shares.
     """
     rows: dict[str, dict[str, Any]] = {}
-    ratios = set()
     for path in sorted(run.glob("*/result.json")):
         result, config = read_json(path), OmegaConf.load(path.parent / "config.yaml")
-        if result["status"] != "ok" or config.sparsity.selector != "predictor":
+        selector, part = config.sparsity.selector, config.sparsity.part
+        if result["status"] != "ok" or selector not in ("predictor", "oracle"):
             continue
-        described = read_json(bundle_folder(Path(config.predictors)) / "config.json")
-        new = {"bundle": described, "name": name_of(Path(config.predictors)), "loss": {}}
-        row = rows.setdefault(described["id"], new)
-        loss = result["metrics"]["pydocs_token"]["loss"]
-        row["loss"][config.sparsity.part] = with_error(loss["delta"], loss["delta_stderr"], sign="+")
-        if config.sparsity.part == "both":
-            row["cost"] = result["sparsity"]["measured"]["cost"]["predictors"]
-        ratios.add(config.sparsity.ratio)
-    if len(ratios) != 1:
-        raise DataError(
-            f"{run} has evaluations with predictors at the ratios {sorted(ratios)}: give it one ratio alone"
-        )
-    shown = [part for part in PARTS if any(part in row["loss"] for row in rows.values())]
+        new = {"name": "oracle"} if selector == "oracle" else described(Path(config.predictors))
+        row = rows.setdefault(new["name"], new | {"ratio": config.sparsity.ratio})
+        if row["ratio"] != config.sparsity.ratio:
+            raise DataError(f"{run} has evaluations at the ratios {row['ratio']} and {config.sparsity.ratio}: use one")
+        loss = result["metrics"][TASK]["loss"]
+        row |= {part: loss["delta"], f"{part}_stderr": loss["delta_stderr"]}
+        if part == "both" and selector == "predictor":
+            row["bytes"] = result["sparsity"]["measured"]["cost"]["predictors"]
+    if not any(row["name"] != "oracle" for row in rows.values()):
+        raise DataError(f"{run} has no evaluation with predictors: `dejavu evaluate -m predictors=A,B run_dir={run}`")
+    table = pd.DataFrame(rows.values())
+    if table["ratio"].nunique() > 1:
+        raise DataError(f"{run} has evaluations at several ratios: {sorted(set(table['ratio']))}, use one")
+    return table.sort_values("name", key=lambda names: names != "oracle", kind="stable", ignore_index=True)
+
+
+def described(named: Path) -> dict[str, Any]:
+    """What a bundle says of itself."""
+    config = read_json(bundle_folder(named) / "config.json")
+    metrics = config["metrics"]
+    return {
+        "name": name_of(named),
+        "tap": config["tap"],
+        "rank": config["rank"],
+        "first_rank": config.get("first_rank", config["rank"]),
+        "label": config.get("label", "contribution"),
+        "tokens": metrics.get("tokens"),
+        **{f"recall_of_mass_{kind}": value for kind, value in metrics["recall_of_mass"].items()},
+    }
+
+
+def bundles(run: Path) -> str:
+    """`bundle_table` in Markdown."""
+    table = bundle_table(run)
+    shown = [part for part in PARTS if part in table]
     titles = ["predictors", "tap", "rank", "recall of mass, neurons", "heads", "bytes, share of the body"]
     lines = [
         "| " + " | ".join([*titles, *(f"nats over dense, {PARTS[part]}" for part in shown)]) + " |",
         "|---" * (len(titles) + len(shown)) + "|",
     ]
-    for row in rows.values():
-        described = row["bundle"]
-        recall = described["metrics"]["recall_of_mass"]
-        cells = [
-            row["name"], described["tap"], str(described["rank"]), f"{recall['mlp']:.3f}", f"{recall['heads']:.3f}",
-            percent(row["cost"]) if "cost" in row else "", *(row["loss"].get(part, "") for part in shown),
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", f"At {percent(ratios.pop())} skipped."])
+    for row in table.to_dict("records"):
+        made = [""] * 5
+        if row["name"] != "oracle":
+            ranks = f"{row['rank']:.0f}" + ("" if row["first_rank"] == row["rank"] else f" ({row['first_rank']:.0f})")
+            made = [row["tap"], ranks, f"{row['recall_of_mass_mlp']:.3f}", f"{row['recall_of_mass_heads']:.3f}",
+                    percent(row.get("bytes", float("nan")), 1)]  # fmt: skip
+        pairs = [(row[part], row[f"{part}_stderr"]) for part in shown]
+        losses = ["" if pd.isna(loss) else with_error(loss, error, sign="+") for loss, error in pairs]
+        lines.append("| " + " | ".join([row["name"], *made, *losses]) + " |")
+    ending = f"At {percent(table['ratio'].iloc[0])} skipped; in brackets the rank in the first layer."
+    return "\n".join([*lines, "", ending])
+
+
+def picture(table: pd.DataFrame, path: Path) -> Path:
+    """A line for each bundle: recall of mass on the left, loss over dense on the right, the oracle's dashed."""
+    made = table[table["name"] != "oracle"]
+    with matplotlib.rc_context(RC):
+        figure = Figure(figsize=(WIDTH * 1.3, 1.1 + 0.26 * len(made)), dpi=DPI, layout="constrained")
+        recall, loss = figure.subplots(1, 2, sharey=True)
+        places = range(len(made))
+        for kind, unit in (("mlp", "neurons"), ("heads", "heads")):
+            shape = {"marker": "o" if kind == "mlp" else "s", "color": COLOURS[kind], "linestyle": "", "label": unit}
+            recall.plot(made[f"recall_of_mass_{kind}"], places, **shape)
+        recall.set_yticks(list(places), list(made["name"]))
+        recall.set_xlabel("recall of mass, held-out documents")
+        recall.set_ylim(len(made) - 0.5, -0.5)
+        draw_losses(loss, table, made)
+        handles = dict(zip(*reversed(recall.get_legend_handles_labels()), strict=True))
+        handles |= dict(zip(*reversed(loss.get_legend_handles_labels()), strict=True))
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=6, frameon=False)
+        save(figure, path)
+    return path
+
+
+def draw_losses(axis: Axes, table: pd.DataFrame, made: pd.DataFrame) -> None:
+    """Nats a token over dense of every bundle with its 95 % interval; what the oracle loses is a line."""
+    oracle = table[table["name"] == "oracle"]
+    for part in (part for part in PARTS if part in table):
+        error = INTERVAL * made[f"{part}_stderr"].to_numpy(float)
+        axis.errorbar(made[part], range(len(made)), xerr=error, fmt="D", markersize=4, color=COLOURS[part],
+                      label=f"{PARTS[part]} skipped")  # fmt: skip
+        if len(oracle):
+            axis.axvline(oracle[part].iloc[0], color=COLOURS[part], linestyle="--", linewidth=0.9)
+    axis.axvline(0, color=GREY, linewidth=0.6)
+    axis.set_xlabel(f"nats a token over dense, {percent(table['ratio'].iloc[0])} skipped (dashed: oracle)")
 
 
 def bundle_folder(named: Path) -> Path:
@@ -61,3 +143,7 @@ def name_of(named: Path) -> str:
     """What a bundle's run was called: a sweep names it from the values that differ."""
     place = named.parent if named.name == "bundle" else named
     return place.name.removeprefix("predictor=").replace("predictor.", "")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -182,22 +182,35 @@ def test_predictor_takes_any_float_type_and_counts_its_cost():
     torch.testing.assert_close(predictor(1000 * tap), predictor(tap), rtol=1e-3, atol=1e-3)
 
 
-def test_labels_keep_the_order_and_have_one_scale():
+def statistics_of(c: torch.Tensor) -> UnitStatistics:
+    return UnitStatistics(c.mean(0), c.sqrt().mean(0), (c > 0).float().mean(0))
+
+
+def test_amounts_keep_the_order_and_have_one_scale():
     c = torch.tensor([[0.0, 1.0, 4.0], [9.0, 0.0, 16.0]])
-    statistics = UnitStatistics(c.mean(0), c.sqrt().mean(0), (c > 0).float().mean(0))
-    order = Settings()
-    np.testing.assert_allclose(labels.targets(c, statistics, order) ** 2 * 5, c, rtol=1e-6)
-    exact = labels.targets(c, statistics, order)
-    assert labels.loss(exact, c, statistics, order) == labels.loss(exact, c, statistics, Settings(label="amount")) == 0
-    below = torch.where(c > 0, exact, -3.0)  # how far below the last that contributes makes no difference
-    assert labels.loss(below, c, statistics, order) == 0 < labels.loss(below, c, statistics, Settings(label="amount"))
-    assert labels.loss(exact + 1, c, statistics, order) == 1
-    torch.testing.assert_close(labels.initial_bias(statistics, order), labels.targets(c, statistics, order).mean(0))
+    statistics, amount = statistics_of(c), Settings(label="amount")
+    np.testing.assert_allclose(labels.targets(c, statistics, amount) ** 2 * 5, c, rtol=1e-6)
+    assert labels.loss(labels.targets(c, statistics, amount), c, statistics, amount) == 0
+    torch.testing.assert_close(labels.initial_bias(statistics, amount), labels.targets(c, statistics, amount).mean(0))
+
+
+def test_units_worth_computing_contribute_and_are_half_at_most():
+    """A unit that contributes four times as much weighs twice as much; one that is not worth it weighs 1."""
+    c = torch.tensor([[0.0, 0.0, 0.0, 4.0], [3.0, 9.0, 16.0, 1.0]])
+    statistics = statistics_of(c)
+    assert labels.targets(c, statistics, Settings()).tolist() == [[0, 0, 0, 1], [0, 1, 1, 0]]
+    indifferent = torch.zeros(2, 4)
+    weights = 5 + sum(math.sqrt(value / float(c.mean())) for value in (4, 9, 16))
+    assert labels.loss(indifferent, c, statistics, Settings()) == pytest.approx(math.log(2) * weights / 8)
+    start = labels.initial_bias(statistics, Settings())
+    assert start.argsort().tolist() == c.mean(0).argsort().tolist(), "before training the order is static's"
 
 
 def test_labels_of_a_silent_layer_are_zero():
     silent = UnitStatistics(torch.zeros(3), torch.zeros(3), torch.zeros(3))
-    assert labels.targets(torch.zeros(2, 3), silent, Settings()).eq(0).all()
+    for label in ("contribution", "amount", "nonzero"):
+        assert labels.targets(torch.zeros(2, 3), silent, Settings(label=label)).eq(0).all()
+        assert bool(labels.initial_bias(silent, Settings(label=label)).isfinite().all())
 
 
 def test_the_references_labels_and_weights_are_what_they_say():

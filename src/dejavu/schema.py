@@ -98,7 +98,7 @@ class Predictor:
 
 @dataclass
 class Trainer:
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     weight_decay: float = 0.0
     warmup_steps: int = 100
     batch_tokens: int = 1024

@@ -1,17 +1,18 @@
 """What a predictor learns, by `predictor.label`; in every case a higher score means a unit more worth computing.
 
+    contribution   target = contributes, and more than half of the units do,   binary cross entropy of sigmoid(score),
+                   in which a unit with that target weighs sqrt(c / mean c)
     amount         target = sqrt(c / mean c),   loss = mean over tokens and units of (score - target)^2
-    contribution   the same, but of units that do not contribute (c = 0) only where the score is above 0
-    top            target = among the best by c at label_density,   binary cross entropy of sigmoid(score)
-    nonzero        target = c > 0,   binary cross entropy of sigmoid(score); heads, which all contribute, learn `top`
+    top            target = among the best by c at label_density,   binary cross entropy
+    nonzero        target = c > 0,   binary cross entropy; heads, which all contribute, learn `top`
 
 Deja Vu's code learns `nonzero` for neurons and `top` for heads. Both lose what matters for a choice: a neuron at the
-edge of firing costs as much as a strong one, and a fixed share serves one ratio only. The order of contributions serves
-every ratio, and ends where they do: a thin network that has to fit nine tenths of a ReLU layer to 0 has little room
-left for the rest (docs/predictors.md has both). The root keeps the order and tames the tail (contributions span three
-orders of magnitude, and squared errors of the raw values would be spent on few tokens). The scale is one number per
-layer and kind: it brings all predictors to the same learning rate. Tokens weigh alike: one whose contributions are
-larger already counts more; units do as well, or by their mean contribution (`predictor.weighting`).
+edge of firing costs as much as a strong one, and a fixed share serves one ratio only. `amount` knows it, but a thin
+network that has to fit nine tenths of a ReLU layer to 0 has little room left for the rest. `contribution` asks whether
+a unit is worth computing, and asks the louder the more it contributes, so that its scores order units for every ratio;
+docs/predictors.md has what each keeps. The root tames the tail: contributions span three orders of magnitude. The
+scale is one number per layer and kind: it brings all predictors to the same learning rate. Tokens weigh alike; units
+do as well, or by their mean contribution (`predictor.weighting`).
 
 Shape suffixes: N tokens, U units.
 """
@@ -26,8 +27,8 @@ from dejavu.models.topk import kept, top_k_mask
 from dejavu.predictors.statistics import UnitStatistics
 from dejavu.schema import Predictor
 
-ORDERS = ("contribution", "amount")  # labels whose scores stand for amounts
 RAREST = 1e-3  # no unit starts from a chance below this, or above one less this
+WORTH = 0.5  # label=contribution: the share of units that can be worth computing
 
 
 def for_kind(settings: Predictor, kind: str) -> Predictor:
@@ -36,23 +37,32 @@ def for_kind(settings: Predictor, kind: str) -> Predictor:
 
 
 def targets(contributions_NU: Tensor, statistics: UnitStatistics, settings: Predictor) -> Tensor:
-    """What the scores should say, (N, U): 0 and above, for top and nonzero 0 or 1."""
-    if settings.label in ORDERS:
-        return (contributions_NU / statistics.scale).sqrt()
-    if settings.label == "nonzero":
-        return (contributions_NU > 0).float()
-    return top_k_mask(contributions_NU, kept(1 - settings.label_density, contributions_NU.shape[-1])).float()
+    """What the scores should say, (N, U): 0 and above, but for `amount` 0 or 1."""
+    units = contributions_NU.shape[-1]
+    if settings.label == "amount":
+        return roots(contributions_NU, statistics)
+    if settings.label == "top":
+        return top_k_mask(contributions_NU, kept(1 - settings.label_density, units)).float()
+    target_NU = contributions_NU > 0
+    if settings.label == "contribution" and bool((target_NU.sum(-1) > kept(1 - WORTH, units)).any()):
+        target_NU &= top_k_mask(contributions_NU, kept(1 - WORTH, units))
+    return target_NU.float()
+
+
+def roots(contributions_NU: Tensor, statistics: UnitStatistics) -> Tensor:
+    """sqrt(c / mean c)."""
+    return (contributions_NU / statistics.scale).sqrt()
 
 
 def loss(scores_NU: Tensor, contributions_NU: Tensor, statistics: UnitStatistics, settings: Predictor) -> Tensor:
     """The scalar that training lowers."""
     target_NU = targets(contributions_NU, statistics, settings)
-    if settings.label in ORDERS:
-        if settings.label == "contribution":
-            scores_NU = torch.where(target_NU > 0, scores_NU, scores_NU.clamp(min=0))
+    if settings.label == "amount":
         loss_NU = F.mse_loss(scores_NU, target_NU, reduction="none")
     else:
         loss_NU = F.binary_cross_entropy_with_logits(scores_NU, target_NU, reduction="none")
+    if settings.label == "contribution":
+        loss_NU = loss_NU * torch.where(target_NU > 0, roots(contributions_NU, statistics), 1.0)
     if settings.weighting == "none":
         return loss_NU.mean()
     return (loss_NU * (statistics.mean_U / statistics.scale).to(loss_NU.device)).mean()
@@ -60,9 +70,11 @@ def loss(scores_NU: Tensor, contributions_NU: Tensor, statistics: UnitStatistics
 
 def initial_bias(statistics: UnitStatistics, settings: Predictor) -> Tensor:
     """The score of each unit, (U,), from which a predictor starts: what is known without looking at the token."""
-    if settings.label in ORDERS:
+    if settings.label == "amount":
         return statistics.root_U / statistics.scale**0.5
     known_U = statistics.active_U
+    if settings.label == "contribution":
+        known_U = WORTH * statistics.mean_U / statistics.mean_U.max().clamp(min=torch.finfo(torch.float32).tiny)
     if settings.label == "top":  # the order is the mean contribution's; the level, one for all units, is the density's
         known_U = torch.full_like(known_U, settings.label_density)
     return known_U.clamp(RAREST, 1 - RAREST).logit()

@@ -11,6 +11,7 @@ from dejavu.schema import Config, Tracking
 from dejavu.tracking.files import write_json
 from dejavu.tracking.identity import config_hash, differing_keys, resolved
 from dejavu.tracking.run import RunFailed, execute
+from dejavu.tracking.wandb_run import final_values, layer_values
 
 INPUTS = {"cache": None, "bundle": None}
 
@@ -101,3 +102,20 @@ def test_the_wandb_run_ends_in_the_state_the_run_ended_in(tmp_path, fails):
     assert run["run_group"] == "sweep" and run["job_type"] == "evaluate"
     assert int(exit_record.get("exit_code", 0)) == int(fails)
     assert "task/acc" in json.dumps(records["history"])
+
+
+def test_layers_are_rows_and_a_dense_run_asks_for_nothing():
+    measured = {"mlp_density": 0.5, "mlp_density_per_layer": [1.0, 0.25], "mlp_recall_per_layer": [None, 0.75]}
+    record = {
+        "metrics": {"t": {"loss": {"value": 2.0}}}, "timing": {"ms_per_token": 3.0},
+        "sparsity": {"selector": "static", "requested": {"mlp": 0.5, "heads": 0.0}, "measured": measured},
+    }  # fmt: skip
+    assert layer_values(record) == [
+        {"layer/index": 0, "layer/mlp_density": 1.0},
+        {"layer/index": 1, "layer/mlp_density": 0.25, "layer/mlp_recall": 0.75},
+    ]
+    final = {"t/loss": 2.0, "requested/mlp": 0.5, "requested/heads": 0.0, "sparsity/mlp_density": 0.5}
+    assert final_values(record) == final | {"timing/ms_per_token": 3.0}
+    record["sparsity"]["selector"] = "dense"
+    assert final_values(record)["requested/mlp"] == 0.0
+    assert layer_values({}) == [] and final_values({}) == {}

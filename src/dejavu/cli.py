@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dejavu.errors import ConfigError, DejavuError
 from dejavu.schema import Config, from_config
-from dejavu.stages.inputs import STAGES, check_data, resolve_inputs
+from dejavu.stages.inputs import QUESTIONS, STAGES, check_data, resolve_inputs
 from dejavu.tracking.identity import config_hash, flattened, resolved
 from dejavu.tracking.run import Run, RunFailed, execute, log_to_terminal
 
@@ -47,6 +47,8 @@ def main() -> None:
     else:
         stage = arguments[0]
         del sys.argv[1]
+        if (stage, *arguments[1:2]) == ("dashboard", "publish"):
+            sys.argv[1] = "publish=true"
     sys.exit(run_app(stage))
 
 
@@ -125,9 +127,8 @@ def job(stage: str, composed: DictConfig) -> str:
         config.model.name += "-random"
     if config.model.path is not None:
         config.model.name = Path(config.model.path).resolve().name
-    if stage == "doctor":  # a question, not a run: it leaves no folder and is never skipped
-        if importlib.import_module("dejavu.stages.doctor").diagnose(config):
-            raise RunFailed("something that the config needs is missing")
+    if stage in QUESTIONS:
+        importlib.import_module(f"dejavu.stages.{stage}").answer(config)
         return ""
     multirun = HydraConfig.get().mode == RunMode.MULTIRUN
     overrides = list(HydraConfig.get().overrides.task) if multirun else []

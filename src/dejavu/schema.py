@@ -195,6 +195,7 @@ class Benchmark:
 @dataclass
 class Tracking:
     mode: str = "offline"
+    entity: str | None = None
     project: str = "dejavu"
     group: str | None = None
     tags: list[str] = field(default_factory=list)
@@ -236,6 +237,7 @@ class Config:
     run_dir: str | None = None
     force: bool = False
     fetch: bool = False
+    publish: bool = False
 
 
 def from_config(config: DictConfig) -> Config:

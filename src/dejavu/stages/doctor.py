@@ -25,7 +25,7 @@ from dejavu.errors import DataError
 from dejavu.models import EMBEDDED
 from dejavu.models.packaged import converted_folder, packaged_file
 from dejavu.schema import Config, Task
-from dejavu.tracking.run import versions
+from dejavu.tracking.run import RunFailed, versions
 
 HERE, ONLINE, MISSING = "here", "on the hub", "missing"
 
@@ -38,6 +38,12 @@ class Finding:
     state: str  # HERE, ONLINE (comes at first use) or MISSING
     where: str  # a place, or for what is missing the reason and the remedy
     fetch: Callable[[], object] | None = None
+
+
+def answer(config: Config) -> None:
+    """Print the diagnosis. Raises RunFailed, which says no more, when something is missing."""
+    if diagnose(config):
+        raise RunFailed("something that the config needs is missing")
 
 
 def diagnose(config: Config) -> int:

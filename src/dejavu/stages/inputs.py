@@ -22,8 +22,13 @@ STAGES = {  # name -> (what it does, inputs it reads)
     "generate": ("decode a prompt with the engine that reads only the chosen rows", ("bundle",)),
     "benchmark": ("time tokens, dense and sparse, beside other engines and the memory's floor", ("bundle",)),
     "doctor": ("say what this machine has and where a config's model and data would come from", ()),
+    "dashboard": (
+        "print the W&B dashboard of a config's tasks; `dejavu dashboard publish` saves it in the project",
+        (),
+    ),
     "pipeline": ("collect, train and evaluate a grid of ratios and selectors, then table and picture", ()),
 }
+QUESTIONS = ("doctor", "dashboard")  # answered at once: they leave no folder and are never skipped
 
 
 def check_data(stage: str, config: Config) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from dejavu.schema import Config
 
 # Where a run writes and who watches do not change what it computes.
-NOT_HASHED = ("run_dir", "runs", "tracking", "force", "fetch", "launcher")
+NOT_HASHED = ("run_dir", "runs", "tracking", "force", "fetch", "publish", "launcher")
 
 
 def resolved(config: Config) -> dict[str, Any]:

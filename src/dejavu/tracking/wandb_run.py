@@ -10,6 +10,8 @@ from dejavu.schema import Tracking
 if TYPE_CHECKING:
     import pandas as pd
 
+LAYER = "layer/index"  # the axis of everything that is logged a layer
+
 
 class WandbRun:
     """A W&B run, or nothing at all (`tracking=off`): every call is then without effect."""
@@ -40,12 +42,42 @@ class WandbRun:
         """Log the record's metrics and finish: exit code 0 only for status `ok`."""
         if self.run is None:
             return
-        for task, metrics in record.get("metrics", {}).items():
-            self.run.log({f"{task}/{metric}": entry["value"] for metric, entry in metrics.items()}, commit=False)
-        measured = record.get("sparsity", {}).get("measured", {})
-        self.run.log({f"sparsity/{name}": value for name, value in measured.items()})
+        for row in layer_values(record):
+            self.run.log(row)
+        self.run.log(final_values(record))
         self.run.finish(exit_code=0 if record["status"] == "ok" else 1)
         self.run = None
+
+
+def final_values(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run logs last: `task/metric`, `requested/mlp` (fraction NOT computed), `sparsity/...`, `timing/...`."""
+    sparsity = record.get("sparsity", {})
+    dense = sparsity.get("selector") == "dense"  # skips nothing, whatever ratios its config names
+    values = {
+        f"{task}/{metric}": entry["value"]
+        for task, metrics in record.get("metrics", {}).items()
+        for metric, entry in metrics.items()
+    }
+    values |= {f"requested/{kind}": 0.0 if dense else ratio for kind, ratio in sparsity.get("requested", {}).items()}
+    values |= {f"sparsity/{name}": value for name, value in measured(record).items() if not isinstance(value, list)}
+    return values | {f"timing/{name}": value for name, value in record.get("timing", {}).items()}
+
+
+def layer_values(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row per layer with its number and its densities and recalls, such as `layer/mlp_density`; none where dense."""
+    ending = "_per_layer"
+    columns = {name.removesuffix(ending): values for name, values in measured(record).items() if name.endswith(ending)}
+    rows = [
+        {f"layer/{name}": value for name, value in zip(columns, row, strict=True) if value is not None}
+        for row in zip(*columns.values(), strict=True)
+    ]
+    return [{LAYER: number} | row for number, row in enumerate(rows)]
+
+
+def measured(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`sparsity.measured` of a result, empty where a stage measures none."""
+    found: Mapping[str, Any] = record.get("sparsity", {}).get("measured", {})
+    return found
 
 
 def open_wandb(
@@ -58,6 +90,7 @@ def open_wandb(
     import wandb
 
     run = wandb.init(
+        entity=tracking.entity,
         project=tracking.project,
         group=tracking.group,
         job_type=stage,
@@ -71,4 +104,6 @@ def open_wandb(
             console="off", disable_git=True, save_code=False, x_disable_meta=True, x_disable_stats=True
         ),
     )
+    run.define_metric(LAYER, hidden=True)
+    run.define_metric("layer/*", step_metric=LAYER, summary="none")
     return WandbRun(run)

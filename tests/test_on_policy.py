@@ -9,6 +9,7 @@ from tiny import VOCABULARY, tiny_opt
 from dejavu.activations.cache import ActivationCache
 from dejavu.activations.collect import cache_head, collect
 from dejavu.activations.writer import CacheWriter
+from dejavu.analysis.lineage import lineage
 from dejavu.errors import ConfigError, DataError
 from dejavu.models.contribution import Contributions
 from dejavu.models.families import anatomy
@@ -103,3 +104,12 @@ def test_what_cannot_be_recorded_is_refused(recorded, tmp_path):
     other = tiny_opt(seed=5)
     with pytest.raises(DataError, match="trained on other weights"):
         on_policy(LoadedModel("other", other, None, anatomy(other)), config)
+
+
+def test_an_on_policy_cache_comes_from_the_bundle_that_thinned_it_out(recorded):
+    _, _, bundle, _, thin, dense = recorded
+    origin = lineage(thin.folder, thin.folder.parent)
+    assert [(parent.kind, parent.id, parent.folder) for parent in origin.parents] == [
+        ("bundle", bundle.id, bundle.folder)
+    ]
+    assert lineage(dense.folder, dense.folder.parent).parents == ()

@@ -14,10 +14,12 @@ import pandas as pd
 import pytest
 import torch
 import wandb_offline
+import yaml
 from tiny import tiny_opt
 
 from dejavu.activations.cache import ActivationCache
 from dejavu.activations.manifest import cache_id
+from dejavu.analysis.lineage import lineage
 from dejavu.corpora.sources import documents
 from dejavu.models import EMBEDDED
 from dejavu.models.families import anatomy
@@ -109,6 +111,31 @@ def test_each_stage_has_its_own_closed_wandb_run(demo):
         records = wandb_offline.records(folder)
         assert records["run"][0].get("run_group") == (None if folder == demo else "demo")
         assert int(records["exit"][0].get("exit_code", 0)) == 0
+
+
+def test_an_evaluation_is_followed_to_the_cache_and_artifacts_wait_for_sync(demo):
+    origin = lineage(demo / "evaluate" / "predictor-0.75", demo)
+    (bundle,) = origin.parents
+    (cache,) = bundle.parents
+    assert (origin.kind, bundle.folder, cache.folder) == ("evaluate", demo / "train/bundle", demo / "collect/cache")
+    assert json.loads((demo / "train" / "result.json").read_text())["bundle"]["id"] == bundle.id
+    assert json.loads((demo / "collect" / "result.json").read_text())["cache"]["id"] == cache.id
+    shown = offline("lineage", "run_dir=demo/evaluate/predictor-0.75", "runs=demo", cwd=demo.parent)
+    assert f"\n    cache {cache.id}  demo/collect/cache\n" in shown.stdout and shown.returncode == 0
+    for made in (bundle, cache):
+        names = [entry["name"] for entry in wandb_offline.records(made.folder.parent)["artifact"]]
+        assert f"{made.kind}-{made.id}" in names
+    (run,) = wandb_offline.records(origin.folder)["run"]
+    assert run["config"]["update"]["inputs"] == {"cache": None, "bundle": bundle.id}
+
+
+def test_the_metrics_of_wandbs_sweeps_are_logged(demo):
+    summary = set()
+    for folder in (demo / "train", demo / "evaluate" / "dense"):
+        for entry in wandb_offline.records(folder)["history"]:
+            summary |= entry["item"].keys()
+    sweeps = Path(__file__).resolve().parents[1] / "sweeps" / "wandb"
+    assert {yaml.safe_load(path.read_text())["metric"]["name"] for path in sweeps.glob("*.yaml")} <= summary
 
 
 def test_a_complete_pipeline_is_not_run_again_and_another_config_is_refused(demo):

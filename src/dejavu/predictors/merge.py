@@ -36,7 +36,10 @@ def merge_bundles(bundles: Sequence[Bundle], folder: str | Path) -> Bundle:
         for kind in ("mlp", "heads"):
             tensors |= bundle.tensors_of(kind, layer)
             tensors[f"{kind}.{layer}.static"] = bundle.mean_contribution(kind, layer)
-    kept = {key: value for key, value in first.config.items() if key != "calibration"}
+    alone = {"calibration", "calibrated_from"}  # of one bundle, as is its cache unless all came from the same
+    if len({bundle.config.get("cache") for bundle in bundles}) > 1:
+        alone.add("cache")
+    kept = {key: value for key, value in first.config.items() if key not in alone}
     hashes = {name for bundle in bundles for name in bundle.config["document_hashes"]}
     metrics = merged_metrics([bundle.config.get("metrics", {}) for bundle in bundles])
     merged = {

@@ -16,6 +16,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from dejavu.activations.collect import Masked, cache_head, collect, whole
+from dejavu.activations.manifest import cache_id
 from dejavu.activations.space import check_free_space, estimate_bytes
 from dejavu.activations.writer import CacheWriter
 from dejavu.corpora.blocks import encode_documents, pack
@@ -69,6 +70,7 @@ def run(run: Run) -> None:
     run.record |= {
         "model": {"name": loaded.name, "parameters": loaded.parameters, "fingerprint": loaded.fingerprint},
         "corpus": {**head["corpus"], "documents": len(texts), "tokens": int(tokens_NT.size)},
+        "cache": {"id": cache_id(run.folder / "cache")},
         "timing": timing,
     }
 

@@ -9,6 +9,7 @@ from dejavu.errors import ConfigError, DataError
 from dejavu.models.packaged import packaged_file
 from dejavu.predictors.manifest import bundle_id, read_bundle_config
 from dejavu.schema import Config, check_kernel
+from dejavu.tracking.artifacts import FILES, KEYS
 
 log = logging.getLogger("dejavu")
 
@@ -22,13 +23,14 @@ STAGES = {  # name -> (what it does, inputs it reads)
     "generate": ("decode a prompt with the engine that reads only the chosen rows", ("bundle",)),
     "benchmark": ("time tokens, dense and sparse, beside other engines and the memory's floor", ("bundle",)),
     "doctor": ("say what this machine has and where a config's model and data would come from", ()),
+    "lineage": ("say from which bundle and cache a run, bundle or cache (run_dir=DIR) came", ()),
     "dashboard": (
         "print the W&B dashboard of a config's tasks; `dejavu dashboard publish` saves it in the project",
         (),
     ),
     "pipeline": ("collect, train and evaluate a grid of ratios and selectors, then table and picture", ()),
 }
-QUESTIONS = ("doctor", "dashboard")  # answered at once: they leave no folder and are never skipped
+QUESTIONS = ("doctor", "lineage", "dashboard")  # answered at once: they leave no folder and are never skipped
 
 
 def check_data(stage: str, config: Config) -> None:
@@ -103,8 +105,6 @@ def resolve_inputs(stage: str, config: Config) -> dict[str, str | None]:
     return ids
 
 
-_FILES = {"cache": "manifest.json", "bundle": "config.json"}
-_KEYS = {"cache": "cache", "bundle": "predictors"}
 _MAKERS = {"cache": "dejavu collect", "bundle": "dejavu train"}
 
 
@@ -113,28 +113,28 @@ def _found(config: Config, named: str | None, what: str) -> Path:
     if named is not None:
         return given(named, what)
     newest = _newest(config, what)
-    log.info("%s: taking the newest for %s, %s", _KEYS[what], config.model.name, newest)
+    log.info("%s: taking the newest for %s, %s", KEYS[what], config.model.name, newest)
     return newest
 
 
 def given(path: str, what: str) -> Path:
     """The cache or bundle folder meant by a path: itself, or a run's folder that holds one."""
     for folder in (Path(path), Path(path) / what):
-        if (folder / _FILES[what]).is_file():
+        if (folder / FILES[what]).is_file():
             return folder
     raise DataError(
-        f"{_KEYS[what]}={path} holds no complete {what} ({_FILES[what]} is missing): `{_MAKERS[what]}` makes one"
+        f"{KEYS[what]}={path} holds no complete {what} ({FILES[what]} is missing): `{_MAKERS[what]}` makes one"
     )
 
 
 def _newest(config: Config, what: str) -> Path:
     """The newest cache or bundle below the runs folder that was made with this model."""
     read = read_manifest if what == "cache" else read_bundle_config
-    found = sorted(Path(config.runs).glob(f"**/{what}/{_FILES[what]}"), key=lambda path: path.stat().st_mtime)
+    found = sorted(Path(config.runs).glob(f"**/{what}/{FILES[what]}"), key=lambda path: path.stat().st_mtime)
     for path in reversed(found):
         if read(path.parent)["model"]["name"] == config.model.name:
             return path.parent
     raise DataError(
         f"no {what} for {config.model.name} in {config.runs}: run `{_MAKERS[what]}` first "
-        f"or name one with {_KEYS[what]}=DIR"
+        f"or name one with {KEYS[what]}=DIR"
     )

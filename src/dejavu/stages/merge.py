@@ -15,5 +15,10 @@ def run(run: Run) -> None:
     run.say(f"merged {len(bundles)} bundles into {made.folder}, layers {', '.join(map(str, made.layers))}")
     run.record |= {
         "model": made.config["model"],
-        "bundle": {"id": made.id, "rank": made.config["rank"], "tap": made.config["tap"]},
+        "bundle": {
+            "id": made.id,
+            "of": [bundle.id for bundle in bundles],
+            "rank": made.config["rank"],
+            "tap": made.config["tap"],
+        },
     }

@@ -94,7 +94,7 @@ def _recorded(run: Run, body: Stage) -> dict[str, Any]:
         log.debug("%s", traceback.format_exc())
     run.record["timing"] = {**run.record.get("timing", {}), "total_seconds": round(time.perf_counter() - started, 3)}
     run.record |= {"versions": versions(), "seed": run.config.seed}
-    run.wandb.close(run.record)
+    run.wandb.close(run.record, run.folder)
     _write_record(run)
     failure = run.record["error"]
     if failure is not None:

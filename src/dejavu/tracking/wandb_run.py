@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dejavu.schema import Tracking
+from dejavu.tracking.artifacts import declare_inputs, declare_outputs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,13 +39,15 @@ class WandbRun:
 
             self.run.log({name: wandb.Table(dataframe=rows)})
 
-    def close(self, record: Mapping[str, Any]) -> None:
-        """Log the record's metrics and finish: exit code 0 only for status `ok`."""
+    def close(self, record: Mapping[str, Any], folder: Path) -> None:
+        """Log the record's metrics and what was made in the folder, and finish: exit code 0 only for status `ok`."""
         if self.run is None:
             return
         for row in layer_values(record):
             self.run.log(row)
         self.run.log(final_values(record))
+        if record["status"] == "ok":
+            declare_outputs(self.run, record, folder)
         self.run.finish(exit_code=0 if record["status"] == "ok" else 1)
         self.run = None
 
@@ -106,4 +109,5 @@ def open_wandb(
     )
     run.define_metric(LAYER, hidden=True)
     run.define_metric("layer/*", step_metric=LAYER, summary="none")
+    declare_inputs(run, config, inputs)
     return WandbRun(run)

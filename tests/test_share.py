@@ -15,7 +15,7 @@ from dejavu.activations.writer import CacheWriter
 from dejavu.errors import ConfigError, DataError
 from dejavu.models.families import anatomy
 from dejavu.models.load import LoadedModel
-from dejavu.predictors.bundle import load_bundle, recalibrated
+from dejavu.predictors.bundle import Bundle, load_bundle, recalibrated
 from dejavu.predictors.manifest import CONFIG, WEIGHTS
 from dejavu.predictors.merge import merge_bundles
 from dejavu.predictors.share import CARD, card, from_pretrained, push_to_hub, save_pretrained
@@ -145,3 +145,12 @@ def test_a_model_recorded_layer_by_layer_gets_one_bundle(model, tmp_path):
             assert torch.equal(merged.predictor(kind, layer).up.weight, whole.predictor(kind, layer).up.weight)
     with pytest.raises(ConfigError, match="names 1, which the cache does not hold"):
         chosen_layers([1], ActivationCache(tmp_path / "[0]" / "cache"))
+
+
+def test_the_card_names_the_bundle_beside_it(model, tmp_path):
+    """Also when that is another than was loaded, as with one of an older format."""
+    bundle = untrained_bundle(model, tmp_path / "bundle")
+    older = Bundle(bundle.folder, bundle.config | {"id": "of-format-1"}, bundle.tensors)
+    saved = save_pretrained(older, tmp_path / "saved")
+    text = (tmp_path / "saved" / CARD).read_text()
+    assert f"- bundle: {saved.id}" in text and "of-format-1" not in text

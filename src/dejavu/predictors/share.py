@@ -18,9 +18,12 @@ CARD = "README.md"
 
 
 def save_pretrained(bundle: Bundle, folder: str | Path) -> Bundle:
-    """Write the same bundle to another folder, with its card; the id stays. Raises DataError for one that exists."""
+    """Write the same bundle to another folder, with its card. Raises DataError for a folder that exists.
+
+    The id stays, unless the bundle is of an older format: it is written in today's, and ids cover the format.
+    """
     saved = write_bundle(folder, bundle.config, bundle.tensors)
-    by_rename(saved.folder / CARD, lambda path: path.write_text(card(bundle.config), "utf-8"))
+    by_rename(saved.folder / CARD, lambda path: path.write_text(card(saved.config), "utf-8"))
     return saved
 
 

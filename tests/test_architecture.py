@@ -8,7 +8,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "dejavu"
 ORDER = [
     "errors", "schema", "models", "corpora", "tracking", "activations", "predictors", "sparsity",
-    "decode", "evaluation", "analysis", "benchmark", "pretraining", "stages", "cli",
+    "decode", "evaluation", "analysis", "benchmark", "pretraining", "stages", "jobs", "cli",
 ]  # fmt: skip
 FILES = sorted(SOURCE.rglob("*.py"))
 

@@ -121,7 +121,11 @@ def test_a_failing_job_does_not_stop_the_others_and_the_exit_code_tells(tmp_path
         "tasks=continuation_choice", "tasks.limit=4", "run_dir=sweep", "tracking=off", cwd=tmp_path,
     )  # fmt: skip
     assert result.returncode == 1
-    assert len(list(tmp_path.glob("sweep/*/result.json"))) == 1, result.stderr
+    results = {path.parent: json.loads(path.read_text()) for path in tmp_path.glob("sweep/*/result.json")}
+    assert sorted(each["status"] for each in results.values()) == ["failed", "ok"], result.stderr
+    (folder,) = (folder for folder, each in results.items() if each["status"] == "failed")
+    assert "sparsity.mlp=1.5 is out of range" in results[folder]["error"]["message"]
+    assert "Traceback" in (folder / "log.txt").read_text() and "mlp=1.5" in folder.name
 
 
 def test_every_config_of_every_group_composes():
@@ -133,7 +137,7 @@ def test_every_config_of_every_group_composes():
 
     ConfigStore.instance().store(name="schema", node=Config)
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        for group in ("model", "corpus", "sparsity", "predictor", "trainer", "tasks", "tracking"):
+        for group in ("model", "corpus", "sparsity", "predictor", "trainer", "tasks", "tracking", "launcher"):
             for path in sorted((ROOT / "conf" / group).glob("*.yaml")):
                 from_config(compose("config", overrides=[f"{group}={path.stem}"]))
         for name in ("config", "pipeline", "demo", "pretrain"):

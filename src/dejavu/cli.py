@@ -15,17 +15,18 @@ from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from dejavu.errors import ConfigError, DejavuError
-from dejavu.schema import Config, from_config
-from dejavu.stages.inputs import QUESTIONS, STAGES, check_data, resolve_inputs
-from dejavu.tracking.identity import config_hash, flattened, resolved
-from dejavu.tracking.run import Run, RunFailed, execute, log_to_terminal
+from dejavu.jobs.plan import plan, settled
+from dejavu.jobs.sweep import run_sweep
+from dejavu.jobs.work import perform
+from dejavu.schema import Config
+from dejavu.stages.inputs import QUESTIONS, STAGES
+from dejavu.tracking.identity import flattened, resolved
+from dejavu.tracking.run import Interrupted, RunFailed, log_to_terminal
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 log = logging.getLogger("dejavu")
@@ -71,113 +72,51 @@ def run_app(stage: str) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     log_to_terminal()
     ConfigStore.instance().store(name="schema", node=Config)
-    OmegaConf.register_new_resolver(
-        "dejavu_sweep_root", lambda run_dir, runs: run_dir or f"{runs}/sweep/{stage}", replace=True
-    )
     name = stage if (CONF / f"{stage}.yaml").exists() else "config"
-    failures: list[str] = []
-    sweeps: set[str] = set()
+    codes: list[int] = []
 
-    def task(composed: DictConfig) -> str | None:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            sweeps.add(str(composed.run_dir or f"{composed.runs}/sweep/{stage}"))
-            if composed.trainer.devices > 1:
-                failures.append("several processes")
-                log.error(
-                    "dejavu %s: trainer.strategy=ddp_spawn starts processes of its own, which a multirun's jobs "
-                    "cannot: run it without -m",
-                    stage,
-                )
-                return None
-        # Not raised into Hydra, which would add lines of its own and, in a sweep, report the first failure only.
+    def task(composed: DictConfig | list[Any]) -> None:  # a multirun's jobs come all at once (hydra_plugins)
+        # Not raised into Hydra, which would add lines of its own.
         try:
-            return job(stage, composed)
+            codes.append(sweep(stage, composed) if isinstance(composed, list) else single(stage, composed))
         except DejavuError as error:
             if not isinstance(error, RunFailed):  # a run that failed has said so
                 log.error("dejavu %s: %s", stage, error)
-            failures.append(str(error))
-            return None
+            codes.append(130 if isinstance(error, Interrupted) else 1)
 
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(task)()
-    except (HydraException, OmegaConfBaseException) as error:
-        log.error("dejavu %s: %s", stage, explain(error))
+    except (HydraException, OmegaConfBaseException, ConfigError) as error:
+        log.error("dejavu %s: %s", stage, error if isinstance(error, ConfigError) else explain(error))
         return 1
     except KeyboardInterrupt:
         return 130
-    if stage == "evaluate":
-        show_sweeps(sweeps, failed=bool(failures))
-    return 1 if failures else 0
+    return max(codes, default=0)
 
 
-def show_sweeps(roots: set[str], failed: bool) -> None:
-    """Table and pictures of the evaluations in each sweep's folder; one of which all jobs failed has said enough."""
-    for root in sorted(roots):
-        try:
-            importlib.import_module("dejavu.analysis.leaderboard").leaderboard(root)
-        except DejavuError as error:
-            if not failed:
-                log.error("dejavu evaluate: %s", error)
-
-
-def job(stage: str, composed: DictConfig) -> str:
-    """One job: check, find inputs and folder, then run the stage unless it is done. Returns the config hash."""
-    config = from_config(composed)
-    if config.model.random_init:
-        config.model.name += "-random"
-    if config.model.path is not None:
-        config.model.name = Path(config.model.path).resolve().name
+def single(stage: str, composed: DictConfig) -> int:
+    """One run, unless it is done."""
     if stage in QUESTIONS:
-        importlib.import_module(f"dejavu.stages.{stage}").answer(config)
-        return ""
-    multirun = HydraConfig.get().mode == RunMode.MULTIRUN
-    overrides = list(HydraConfig.get().overrides.task) if multirun else []
-    if multirun:
-        _require_named_inputs(stage, config)
-    check_data(stage, config)
-    inputs = resolve_inputs(stage, config)
-    folder = run_folder(stage, config, inputs, overrides, multirun)
-    if multirun and config.tracking.group is None:
-        config.tracking.group = folder.parent.name
-
-    ran = False
-
-    def body(run: Run) -> None:  # imported only if there is something to do
-        nonlocal ran
-        ran = True
-        importlib.import_module(f"dejavu.stages.{stage}").run(run)
-
-    record = execute(stage, body, config, folder, inputs, overrides)
+        importlib.import_module(f"dejavu.stages.{stage}").answer(settled(composed))
+        return 0
+    job = plan(stage, composed)
+    record, ran = perform(job)
     if stage == "generate" and not ran:  # what was said then is what was asked for
-        print(config.generate.prompt + record["text"])
-    return str(record["config_hash"])
+        print(job.config.generate.prompt + record["text"])
+    return 0
 
 
-def run_folder(stage: str, config: Config, inputs: dict[str, str | None], overrides: list[str], multirun: bool) -> Path:
-    """`run_dir`, or a folder under `runs`; in a multirun the job's own folder below it, named from its values."""
-    if multirun:
-        root = Path(config.run_dir or f"{config.runs}/sweep/{stage}")
-        return root / job_name(overrides)
-    if config.run_dir is not None:
-        return Path(config.run_dir)
-    return Path(config.runs) / stage / f"{config.model.name}-{config_hash(resolved(config), inputs)}"
-
-
-def job_name(overrides: list[str]) -> str:
-    """A folder name from a job's overrides: short keys, no characters that shells or file systems mind."""
-    ignored = ("run_dir", "runs", "force", "tracking", "cache", "predictors", "data_root", "hydra")
-    kept = [item.lstrip("+~") for item in overrides if item.lstrip("+~").split("=")[0].split(".")[0] not in ignored]
-    parts = [f"{key.split('.')[-1]}={value}" for key, _, value in (item.partition("=") for item in kept)]
-    return re.sub(r"[^\w.=,+-]", "_", ",".join(parts))[:200] or "job"
-
-
-def _require_named_inputs(stage: str, config: Config) -> None:
-    """The newest bundle may change while a sweep runs, so a sweep says which one it means."""
-    needed = STAGES[stage][1]
-    if "cache" in needed and config.cache is None:
-        raise ConfigError("a multirun must name its cache: add cache=DIR")
-    if "bundle" in needed and config.predictors is None and config.sparsity.selector in ("predictor", "static"):
-        raise ConfigError("a multirun must name its predictors: add predictors=DIR")
+def sweep(stage: str, composed: list[Any]) -> int:
+    """The jobs of a multirun."""
+    if stage in QUESTIONS:
+        raise ConfigError(f"{stage} answers for one config: run it without -m")
+    return run_sweep(
+        stage,
+        [
+            (overrides, ConfigError(explain(config)) if isinstance(config, Exception) else config)
+            for overrides, config in composed
+        ],
+    )
 
 
 def explain(error: Exception) -> str:

@@ -33,6 +33,7 @@ KERNEL_SELECTORS = ("dense", "predictor", "static", "random")
 STORAGES = ("float32", "bfloat16", "int8")
 CONTENDERS = ("hf-eager", "hf-compile", "ctranslate2", "dejavu")
 TRACKING_MODES = ("offline", "online", "off")
+LAUNCHERS = ("local", "joblib", "submitit_local", "submitit_slurm")
 
 
 @dataclass
@@ -202,6 +203,21 @@ class Tracking:
 
 
 @dataclass
+class Launcher:
+    name: str = "local"
+    jobs: int = 2
+    threads: int | None = None
+    partition: str | None = None
+    timeout_min: int = 240
+    cpus_per_task: int | None = None
+    mem_gb: float | None = None
+    gpus_per_node: int | None = None
+    array_parallelism: int = 16
+    setup: list[str] = field(default_factory=list)
+    additional_parameters: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class Pipeline:
     ratios: list[float] = field(default_factory=lambda: [0.25, 0.5, 0.65, 0.75, 0.9])
     selectors: list[str] = field(default_factory=lambda: ["oracle", "predictor", "static", "random"])
@@ -223,6 +239,7 @@ class Config:
     generate: Generate = field(default_factory=Generate)
     benchmark: Benchmark = field(default_factory=Benchmark)
     tracking: Tracking = field(default_factory=Tracking)
+    launcher: Launcher = field(default_factory=Launcher)
     pipeline: Pipeline = field(default_factory=Pipeline)
     device: str = "auto"
     dtype: str = "float32"
@@ -245,6 +262,7 @@ def from_config(config: DictConfig) -> Config:
     typed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), config))
     assert isinstance(typed, Config)
     resolve_point(typed.sparsity)
+    forget_what_dense_ignores(typed.sparsity)
     check(typed)
     return typed
 
@@ -270,6 +288,14 @@ def resolve_point(sparsity: Sparsity) -> None:
         else:
             sparsity.part = word
     sparsity.point = None
+
+
+def forget_what_dense_ignores(sparsity: Sparsity) -> None:
+    """Nothing is skipped by the dense model, so whatever ratios are said beside it, it is one config and one run."""
+    if sparsity.selector == "dense":
+        plain = Sparsity(selector="dense", ratio=0.0)
+        for key in ("mlp", "heads", "mlp_layers", "heads_layers", "dense_layers", "part", "ratio", "budget", "rule"):
+            setattr(sparsity, key, getattr(plain, key))
 
 
 def check(config: Config) -> None:
@@ -300,6 +326,9 @@ def check(config: Config) -> None:
     one_of("collect.encoding", config.collect.encoding, ENCODINGS)
     one_of("corpus.name", corpus.name, CORPORA)
     one_of("tracking.mode", config.tracking.mode, TRACKING_MODES)
+    one_of("launcher.name", config.launcher.name, LAUNCHERS)
+    if config.launcher.jobs < 1 and config.launcher.jobs != -1:
+        raise ConfigError(f"launcher.jobs={config.launcher.jobs} is out of range: 1 or more, or -1 for one a core")
     ratios: dict[str, list[Any]] = {"mlp": [sparsity.mlp], "heads": [sparsity.heads], "ratio": [sparsity.ratio]}
     ratios |= {"mlp_layers": sparsity.mlp_layers or [], "heads_layers": sparsity.heads_layers or []}
     for key, values in ratios.items():
@@ -334,6 +363,8 @@ def check(config: Config) -> None:
         "trainer.devices": trainer.devices,
         "trainer.checkpoint_steps": trainer.checkpoint_steps, "trainer.patience": trainer.patience,
         "evaluation.calibration_tokens": config.evaluation.calibration_tokens,
+        "launcher.threads": config.launcher.threads, "launcher.timeout_min": config.launcher.timeout_min,
+        "launcher.array_parallelism": config.launcher.array_parallelism,
         "decode.window": config.decode.window, "decode.threads": config.decode.threads,
         "generate.new_tokens": config.generate.new_tokens, "generate.top_k": config.generate.top_k,
         "benchmark.new_tokens": config.benchmark.new_tokens, "benchmark.repeats": config.benchmark.repeats,

@@ -5,7 +5,9 @@ folder is refused, so a folder never mixes two experiments.
 """
 
 import logging
+import multiprocessing
 import os
+import random
 import sys
 import time
 import traceback
@@ -22,6 +24,8 @@ from dejavu.errors import ConfigError, DejavuError
 from dejavu.schema import Config
 from dejavu.tracking.files import read_json, write_json, write_text
 from dejavu.tracking.identity import config_hash, differing_keys, resolved
+from dejavu.tracking.lock import Lock, locked
+from dejavu.tracking.peak import peak_memory
 from dejavu.tracking.wandb_run import WandbRun, open_wandb
 
 log = logging.getLogger("dejavu")
@@ -32,6 +36,10 @@ PACKAGES = ("dejavu", "torch", "transformers", "pytorch-lightning", "lm-eval", "
 
 class RunFailed(DejavuError):
     """A stage failed and its record is written; the message has been shown."""
+
+
+class Interrupted(RunFailed):
+    """A stage was stopped by the person who started it."""
 
 
 @dataclass
@@ -63,47 +71,76 @@ def execute(
 ) -> dict[str, Any]:
     """Run a stage in its folder unless that is done already, and return its result.
 
-    Raises RunFailed after a failure was recorded (result.json with status `failed`, the traceback in log.txt), and
-    ConfigError when the folder belongs to another config.
+    Raises RunFailed after a failure was recorded (result.json with status `failed`, the traceback in log.txt), Busy
+    when another process is at work in the folder, and ConfigError when the folder belongs to another config.
     """
     values = resolved(config)
     identity = config_hash(values, inputs)
     done = finished(folder, identity, values, config.force)
-    if done is not None:
-        log.info("%s: already done in %s (force=true runs it again)", stage, folder)
-        return done
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "result.json").unlink(missing_ok=True)
-    write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(values)))
-    run = Run(stage, folder, config, inputs)
-    run.record = {"stage": stage, "status": "failed", "error": None, "config_hash": identity, "inputs": inputs}
+    if done is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder) as lock:
+            done = finished(folder, identity, values, config.force)  # by another process, until a moment ago
+            if done is None:
+                return _begun(Run(stage, folder, config, inputs), body, identity, overrides, lock)
+    log.info("%s: already done in %s (force=true runs it again)", stage, folder)
+    return done
+
+
+def _begun(run: Run, body: Stage, identity: str, overrides: list[str] | None, lock: Lock) -> dict[str, Any]:
+    (run.folder / "result.json").unlink(missing_ok=True)
+    write_text(run.folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved(run.config))))
+    run.record = {"stage": run.stage, "status": "failed", "error": None, "config_hash": identity, "inputs": run.inputs}
     if overrides:
         run.record["overrides"] = overrides
-    with log_file(folder):
-        return _recorded(run, body)
+    with log_file(run.folder):
+        if lock.taken_from is not None:
+            run.say(f"{run.folder} was left unfinished by {lock.taken_from}: going on")
+        return _recorded(run, body, lock)
 
 
-def _recorded(run: Run, body: Stage) -> dict[str, Any]:
+def _recorded(run: Run, body: Stage, lock: Lock) -> dict[str, Any]:
     started = time.perf_counter()
     try:
-        run.wandb = open_wandb(run.config.tracking, run.stage, run.folder, resolved(run.config), run.inputs)
-        body(run)
+        with peak_memory() as memory:
+            seed_everything(run.config.seed)
+            run.wandb = open_wandb(run.config.tracking, run.stage, run.folder, resolved(run.config), run.inputs)
+            body(run)
         run.record["status"] = "ok"
     except (Exception, KeyboardInterrupt) as error:
         run.record["error"] = {"type": type(error).__name__, "message": str(error) or "interrupted"}
         log.debug("%s", traceback.format_exc())
     run.record["timing"] = {**run.record.get("timing", {}), "total_seconds": round(time.perf_counter() - started, 3)}
-    run.record |= {"versions": versions(), "seed": run.config.seed}
+    run.record |= {"memory": memory, "versions": versions(), "seed": run.config.seed}
+    if not lock.held():
+        lost = f"{run.folder} was taken by another process, to which this one seemed dead"
+        run.record |= {"status": "failed", "error": {"type": "Busy", "message": lost}}
     run.wandb.close(run.record, run.folder)
-    _write_record(run)
-    failure = run.record["error"]
-    if failure is not None:
-        told = ("ConfigError", "DataError", "RunFailed")  # written for the user; other errors need their type
-        message = failure["message"] if failure["type"] in told else f"{failure['type']}: {failure['message']}"
-        if failure["type"] != "RunFailed":  # a step of this run has said it already
-            log.error("dejavu %s failed: %s (log: %s)", run.stage, message, run.folder / "log.txt")
-        raise RunFailed(message)
+    if lock.held():
+        _write_record(run)
+    if run.record["error"] is not None:
+        raise _failure(run)
     return run.record
+
+
+def _failure(run: Run) -> RunFailed:
+    """Tell what went wrong, unless a step of this run has told it already."""
+    kind, message = run.record["error"]["type"], run.record["error"]["message"]
+    if kind not in ("ConfigError", "DataError", "Busy", "RunFailed", "Interrupted"):  # others need their type
+        message = f"{kind}: {message}"
+    if kind not in ("RunFailed", "Interrupted"):
+        log.error("dejavu %s failed: %s (log: %s)", run.stage, message, run.folder / "log.txt")
+    return Interrupted(message) if kind in ("KeyboardInterrupt", "Interrupted") else RunFailed(message)
+
+
+def seed_everything(seed: int) -> None:
+    """Start every generator that a library may draw from anew, so that a run does not depend on those before it."""
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # for libraries; this project's own draws have generators of their own
+    torch.manual_seed(seed)
 
 
 def _write_record(run: Run) -> None:
@@ -167,6 +204,23 @@ def log_to_terminal() -> None:
     log.propagate = False
 
 
+@contextmanager
+def silence() -> Iterator[None]:
+    """Nothing of this project's on the terminal; log files keep everything."""
+    terminal = [handler for handler in log.handlers if not isinstance(handler, logging.FileHandler)]
+    nothing = logging.NullHandler()  # without any handler, Python would write errors to the terminal
+    log.addHandler(nothing)
+    levels = [handler.level for handler in terminal]
+    for handler in terminal:
+        handler.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for handler, level in zip(terminal, levels, strict=True):
+            handler.setLevel(level)
+        log.removeHandler(nothing)
+
+
 def interactive() -> bool:
-    """Whether a person watches: progress bars on a terminal, plain lines elsewhere."""
-    return sys.stderr.isatty() and "CI" not in os.environ
+    """Whether a person watches this very process: progress bars on a terminal, plain lines elsewhere."""
+    return sys.stderr.isatty() and "CI" not in os.environ and multiprocessing.parent_process() is None

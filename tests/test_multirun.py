@@ -1,10 +1,14 @@
-"""A sweep of evaluations as a user types it: one W&B run a job, a failed job told and closed as failed, one table."""
+"""A sweep of evaluations as a user types it: its lines, one W&B run a job, a failed job told, one table, resuming."""
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -35,6 +39,50 @@ def test_a_failed_job_is_told_and_the_others_go_on(sweep):
     states = {s: json.loads((job(root, s) / "result.json").read_text())["status"] for s in ("dense", "oracle", "gate")}
     assert states == {"dense": "ok", "oracle": "ok", "gate": "failed"}
     assert "Traceback" in (job(root, "gate") / "log.txt").read_text()
+
+
+def test_every_job_is_one_line_and_what_failed_is_said_again_at_the_end(sweep):
+    lines = sweep[0].stderr.splitlines()
+    assert lines[0] == "4 jobs in sweep, launcher=local"
+    for number, selector in enumerate(("dense", "oracle", "random"), 1):
+        form = rf"\[{number}/4\]  selector={selector}  ok  \d+ s  pydocs bits_per_byte \d\.\d+"
+        assert re.fullmatch(form, lines[number]), lines[number]
+    assert re.match(r"\[4/4\]  selector=gate  failed  \d+ s  sparsity\.selector=gate needs a model", lines[4])
+    assert lines[5] == "4 jobs in sweep: 3 ok, 1 failed"
+    assert lines[6].startswith("  selector=gate  failed: sparsity.selector=gate needs") and len(lines) == 7
+
+
+def measured(root: Path, selector: str) -> dict[str, Any]:
+    """What a job's result says of quality, density and seed."""
+    result = json.loads((job(root, selector) / "result.json").read_text())
+    return {key: result[key] for key in ("metrics", "sparsity", "seed", "config_hash", "status")}
+
+
+def test_a_sweep_that_was_killed_halfway_ends_as_an_undisturbed_one(sweep, tmp_path):
+    command = ["tracking=off" if word == "tracking=offline" else word for word in COMMAND]
+    killed = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=dict(os.environ))
+    while not list(tmp_path.glob("sweep/selector=oracle*/config.yaml")):
+        assert killed.poll() is None, killed.communicate()
+        time.sleep(0.05)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert not (job(tmp_path / "sweep", "oracle") / "result.json").exists(), "killed in the middle of it"
+    again = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=dict(os.environ))
+    assert again.returncode == 1 and "selector=gate  failed" in again.stderr
+    assert "selector=dense  already done  pydocs" in again.stderr
+    assert f"(left unfinished by process {killed.pid} on" in again.stderr
+    for selector in ("dense", "oracle", "random"):
+        assert measured(tmp_path / "sweep", selector) == measured(sweep[1], selector)
+    tables = [pd.read_csv(root / "table.csv") for root in (tmp_path / "sweep", sweep[1])]
+    pd.testing.assert_frame_equal(*tables)
+
+
+def test_memory_and_seed_are_each_jobs_own(sweep):
+    results = [json.loads((job(sweep[1], s) / "result.json").read_text()) for s in ("dense", "oracle", "random")]
+    assert [result["seed"] for result in results] == [0, 0, 0]
+    assert all(set(result["memory"]) == {"peak_mb", "device_peak_mb"} for result in results)
+    peaks = {result["memory"]["peak_mb"] for result in results}
+    assert peaks == {None} or (len(peaks) == 3 and min(peaks) > 100)
 
 
 def test_the_sweep_ends_with_one_table_and_pictures(sweep):

@@ -2,8 +2,12 @@
 
 import dataclasses
 import json
+import random
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import wandb_offline
 
 from dejavu.errors import ConfigError, DataError
@@ -73,6 +77,36 @@ def test_what_is_not_hashed_does_not_change_the_hash():
     assert config_hash(resolved(config(seed=1)), INPUTS) != plain
     assert config_hash(resolved(config()), {"cache": "other", "bundle": None}) != plain
     assert differing_keys(resolved(config()), resolved(same)) == ["cache", "predictors"]
+
+
+def test_peak_memory_and_random_numbers_start_anew_with_every_run(tmp_path):
+    drawn = []
+
+    def body(run):
+        if run.folder.name == "large":
+            np.ones(100 * 2**20 // 2, np.float64)  # 400 MB
+        drawn.append((np.random.rand(), torch.rand(1).item(), random.random()))
+
+    large, small = (
+        execute("evaluate", body, config(), tmp_path / name, INPUTS)["memory"] for name in ("large", "small")
+    )
+    assert drawn[0] == drawn[1]
+    if Path("/proc/self/clear_refs").exists():
+        assert large["peak_mb"] - small["peak_mb"] > 300
+
+
+def test_the_peak_of_a_run_holds_those_of_its_steps(tmp_path):
+    def step(run):
+        np.ones(100 * 2**20 // 2, np.float64)
+
+    def steps(run):
+        inner = [execute("evaluate", body, config(), run.folder / name, INPUTS) for name, body in bodies.items()]
+        peaks.extend(result["memory"]["peak_mb"] for result in inner)
+
+    peaks: list[float | None] = []
+    bodies = {"large": step, "small": lambda run: None}
+    outer = execute("pipeline", steps, config(), tmp_path / "a", INPUTS)["memory"]["peak_mb"]
+    assert peaks == [None, None] or outer >= max(peaks) > min(peaks)
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ it: that is why each has a process of its own, not one of a pool that ends with 
 """
 
 import importlib
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -68,12 +69,14 @@ def in_own_process(do: Work, job: Job, threads: int) -> Outcome:
         try:
             return one.submit(do, job, threads).result()
         except BrokenProcessPool:
-            return Outcome("died", time.perf_counter() - started, "its process was killed and left no result")
+            return Outcome("died", time.perf_counter() - started, "its process was killed and ended without a result")
 
 
 def submitit_executor(submitit: ModuleType, launcher: Launcher, root: Path, stage: str) -> Any:
-    """submitit's executor with what the config asks for; what is null is left to the cluster."""
+    """submitit's executor with what the config asks for; what is null is left to the cluster. Raises ConfigError."""
     cluster = launcher.name.removeprefix("submitit_")
+    if cluster == "slurm" and shutil.which("srun") is None:
+        raise ConfigError("launcher=submitit_slurm needs Slurm: srun is not on this machine's path")
     executor = submitit.AutoExecutor(folder=root / ".submitit" / "%j", cluster=cluster)
     asked = {name: getattr(launcher, name) for name in RESOURCES}
     if cluster == "slurm":

@@ -75,7 +75,7 @@ def plans(stage: str, composed: Sequence[Composed], varying: Sequence[str]) -> t
 
 def run_all(jobs: Sequence[Job], board: "Board") -> None:
     """Until every job has an outcome: those that nobody is at work on, then again those that another process had."""
-    waiting, told = list(jobs), False
+    waiting, told = list(jobs), ""
     while waiting:
         ready, elsewhere = sorted_out(waiting, board)
         outcomes = launch(ready, jobs[0].config.launcher, board.root) if ready else ()
@@ -87,12 +87,18 @@ def run_all(jobs: Sequence[Job], board: "Board") -> None:
             if outcome.state == "interrupted":
                 raise KeyboardInterrupt
         if elsewhere and not ready:
-            if not told:
-                holders = ", ".join(sorted({str(living_holder(job.folder) or "nobody") for job in elsewhere}))
-                log.info("%d jobs are being run by %s: waiting for them", len(elsewhere), holders)
-                told = True
+            told = say_who_is_at_work(elsewhere, told)
             time.sleep(WAIT_SECONDS)
         waiting = elsewhere
+
+
+def say_who_is_at_work(jobs: Sequence[Job], told: str) -> str:
+    """Say which processes have the jobs that are left, unless that was `told` last; what was said."""
+    holders = sorted({str(holder) for job in jobs if (holder := living_holder(job.folder)) is not None})
+    text = f"waiting for {len(jobs)} jobs of {', '.join(holders)}"
+    if holders and text != told:
+        log.info(text)
+    return text if holders else told
 
 
 def sorted_out(jobs: Sequence[Job], board: "Board") -> tuple[list[Job], list[Job]]:

@@ -71,9 +71,10 @@ def work(job: Job, threads: int | None = None) -> Outcome:
 
 
 def headline(record: Mapping[str, Any]) -> str:
-    """The first metric of each task, of the first four."""
+    """The first metric of each task, of the first four; whose unfinished work it was, if that was so."""
     firsts = [(task, *next(iter(entries.items()))) for task, entries in record.get("metrics", {}).items() if entries]
-    return ", ".join(f"{task} {metric} {entry['value']:.4g}" for task, metric, entry in firsts[:4])
+    after = f"  (left unfinished by {record['taken_from']})" if "taken_from" in record else ""
+    return ", ".join(f"{task} {metric} {entry['value']:.4g}" for task, metric, entry in firsts[:4]) + after
 
 
 def record_refusal(stage: str, folder: Path, overrides: list[str], error: Exception) -> None:

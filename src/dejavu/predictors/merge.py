@@ -8,7 +8,6 @@ from torch import Tensor
 
 from dejavu.errors import DataError
 from dejavu.predictors.bundle import Bundle, write_bundle
-from dejavu.predictors.module import mean_recalls
 
 SAME = ("model", "anatomy", "tap", "rank", "first_rank", "norm", "activation", "bias", "trunk", "label")
 
@@ -73,5 +72,7 @@ def merged_metrics(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     layers = {name: entry for part in parts for name, entry in part.get("layers", {}).items()}
     if not layers:
         return {}
+    from dejavu.predictors.module import mean_recalls  # imports Lightning, which takes seconds
+
     means = mean_recalls(layers)
     return {"layers": layers, "recall_of_mass": {kind: means[f"recall_of_mass/{kind}"] for kind in ("mlp", "heads")}}

@@ -95,6 +95,7 @@ def _begun(run: Run, body: Stage, identity: str, overrides: list[str] | None, lo
         run.record["overrides"] = overrides
     with log_file(run.folder):
         if lock.taken_from is not None:
+            run.record["taken_from"] = lock.taken_from
             run.say(f"{run.folder} was left unfinished by {lock.taken_from}: going on")
         return _recorded(run, body, lock)
 

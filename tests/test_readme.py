@@ -116,13 +116,6 @@ def test_the_real_table_says_what_can_be_skipped():
     assert text.endswith("(6): oracle: 25 % of neurons and 25 % of heads; random: none of its ratios.")
 
 
-def test_sweeps_compose_a_job():
-    for path in sorted((ROOT / "sweeps").glob("*.yaml")):
-        (command,) = re.findall(r"^# +(dejavu \w+ -cd sweeps .*)$", path.read_text(), re.MULTILINE)
-        result = dejavu([*words_of(command), "--cfg", "job"], ROOT)
-        assert result.returncode == 0, f"{path.name}: {result.stderr}"
-
-
 def test_the_engines_table_reads_quality_and_speed_from_the_same_runs(tmp_path):
     for storage, ratio, ms in (("int8", 0.75, 0.5), ("float32", 0.75, 0.9), ("float32", 0.0, 1.25)):
         run = tmp_path / f"{storage}-{ratio}"

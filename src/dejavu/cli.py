@@ -6,6 +6,7 @@ about config or missing data answer at once; a stage imports torch and the rest 
 
 import difflib
 import importlib
+import itertools
 import logging
 import os
 import re
@@ -29,6 +30,7 @@ from dejavu.tracking.identity import flattened, resolved
 from dejavu.tracking.run import Interrupted, RunFailed, log_to_terminal
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
+SWEEPS = CONF.parent / "sweeps"
 log = logging.getLogger("dejavu")
 
 
@@ -47,7 +49,7 @@ def main() -> None:
         sys.exit(1)
     else:
         stage = arguments[0]
-        del sys.argv[1]
+        sys.argv[1:] = with_sweeps_folder(arguments[1:])
         if (stage, *arguments[1:2]) == ("dashboard", "publish"):
             sys.argv[1] = "publish=true"
     sys.exit(run_app(stage))
@@ -63,6 +65,15 @@ def overview() -> str:
         "dejavu STAGE --help lists the config groups, --cfg job prints the composed config, -m runs a sweep.\n"
         'eval "$(dejavu -sc install=bash)" turns on tab completion.'
     )
+
+
+def with_sweeps_folder(arguments: list[str]) -> list[str]:
+    """The arguments of `-cn NAME`, with the folder sweeps/ added where NAME is a file there and no folder is named."""
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    given = set(words) & {"-cd", "--config-dir"}
+    names = [value for key, value in itertools.pairwise(words) if key in ("-cn", "--config-name")]
+    in_sweeps = any((SWEEPS / f"{name}.yaml").exists() and not (CONF / f"{name}.yaml").exists() for name in names)
+    return [*arguments, "-cd", str(SWEEPS)] if in_sweeps and not given else arguments
 
 
 def run_app(stage: str) -> int:
@@ -88,6 +99,14 @@ def run_app(stage: str) -> int:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(task)()
     except (HydraException, OmegaConfBaseException, ConfigError) as error:
         log.error("dejavu %s: %s", stage, error if isinstance(error, ConfigError) else explain(error))
+        return 1
+    except ValueError as error:
+        if "item value in defaults : bool" not in str(error):
+            raise
+        log.error(
+            'dejavu %s: a list of `defaults` says on or off, which YAML takes for true or false: write tracking: "off"',
+            stage,
+        )
         return 1
     except KeyboardInterrupt:
         return 130

@@ -76,6 +76,8 @@ class Sparsity:
     heads: float = 0.75
     mlp_layers: list[float] | None = None
     heads_layers: list[float] | None = None
+    mlp_schedule: list[Any] | None = None  # [depth, ratio] pairs; OmegaConf's nested lists would refuse a whole number
+    heads_schedule: list[Any] | None = None
     dense_layers: list[float] = field(default_factory=list)
     part: str = "both"
     ratio: float | None = None
@@ -294,8 +296,10 @@ def forget_what_dense_ignores(sparsity: Sparsity) -> None:
     """Nothing is skipped by the dense model, so whatever ratios are said beside it, it is one config and one run."""
     if sparsity.selector == "dense":
         plain = Sparsity(selector="dense", ratio=0.0)
-        for key in ("mlp", "heads", "mlp_layers", "heads_layers", "dense_layers", "part", "ratio", "budget", "rule"):
+        for key in ("mlp", "heads", "dense_layers", "part", "ratio", "budget", "rule"):
             setattr(sparsity, key, getattr(plain, key))
+        for key in ("mlp_layers", "heads_layers", "mlp_schedule", "heads_schedule"):
+            setattr(sparsity, key, None)
 
 
 def check(config: Config) -> None:
@@ -335,6 +339,8 @@ def check(config: Config) -> None:
         for value in values:
             if value is not None:
                 within(f"sparsity.{key}", value, 0, 1, "the fraction that is NOT computed")
+    check_schedule("sparsity.mlp_schedule", sparsity.mlp_schedule)
+    check_schedule("sparsity.heads_schedule", sparsity.heads_schedule)
     within("sparsity.fraction", sparsity.fraction, 0, 1, "the share of positions, from the end, that run sparse")
     for ratio in config.benchmark.ratios:
         within("benchmark.ratios", ratio, 0, 1, "the fraction that is NOT computed")
@@ -384,6 +390,22 @@ def check(config: Config) -> None:
     for key, value in positive.items():
         if value is not None and value <= 0:
             raise ConfigError(f"{key}={value} is out of range: it must be above 0")
+
+
+def check_schedule(key: str, steps: list[Any] | None) -> None:
+    """Raise ConfigError unless a schedule begins at depth 0, rises, and names ratios."""
+    if steps is None:
+        return
+    try:
+        depths = [float(depth) for depth, ratio in steps if float(ratio) is not None]
+    except (TypeError, ValueError):
+        depths = []
+    if depths[:1] != [0]:
+        raise ConfigError(f"{key}={steps} is not of the form [[0,RATIO],[DEPTH,RATIO],...]")
+    if depths != sorted(set(depths)) or depths[-1] >= 1:
+        raise ConfigError(f"{key}={steps} names depths that do not rise from 0 to below 1")
+    for _, ratio in steps:
+        within(key, ratio, 0, 1, "the fraction that is NOT computed from a depth on")
 
 
 def check_calibrate(calibrate: Calibrate) -> None:

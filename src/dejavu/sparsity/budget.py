@@ -1,5 +1,6 @@
 """How many units each layer computes: from the fractions NOT computed in the config to counts."""
 
+from bisect import bisect
 from dataclasses import dataclass
 
 from dejavu.errors import ConfigError
@@ -20,9 +21,9 @@ class Budget:
 
 
 def requested_ratios(sparsity: Sparsity) -> tuple[float, float]:
-    """(mlp, heads) fractions NOT computed, per-layer lists aside: `ratio` fills both, `part` leaves the other whole.
+    """(mlp, heads) fractions NOT computed, lists and schedules of layers aside.
 
-    Selectors that know neurons only leave heads whole.
+    `ratio` fills both, `part` leaves the other whole. Selectors that know neurons only leave heads whole.
     """
     mlp, heads = (sparsity.mlp, sparsity.heads) if sparsity.ratio is None else (sparsity.ratio, sparsity.ratio)
     if sparsity.selector == "dense":
@@ -43,11 +44,25 @@ def make_budget(sparsity: Sparsity, anatomy: Anatomy) -> Budget:
         return everything(anatomy)
     dense = {layer_number(place, anatomy.layers) for place in sparsity.dense_layers}
     mlp, heads = requested_ratios(sparsity)
-    heads_layers = None if sparsity.selector in NEURONS_ONLY else sparsity.heads_layers
+    mlp_layers, heads_layers = sparsity.mlp_layers, sparsity.heads_layers
+    if mlp_layers is None:
+        mlp_layers = scheduled(sparsity.mlp_schedule, anatomy.layers)
+    if heads_layers is None:
+        heads_layers = scheduled(sparsity.heads_schedule, anatomy.layers)
+    if sparsity.selector in NEURONS_ONLY:
+        heads_layers = None
     return Budget(
-        _counts(mlp, sparsity.mlp_layers, "mlp_layers", anatomy.neurons, anatomy.layers, dense),
+        _counts(mlp, mlp_layers, "mlp_layers", anatomy.neurons, anatomy.layers, dense),
         _counts(heads, heads_layers, "heads_layers", anatomy.heads, anatomy.layers, dense),
     )
+
+
+def scheduled(steps: list[list[float]] | None, layers: int) -> list[float] | None:
+    """A ratio for each layer from (depth, ratio) steps: that of the last step whose layer is not above it."""
+    if steps is None:
+        return None
+    starts = [int(depth * layers) for depth, _ in steps]
+    return [steps[bisect(starts, layer) - 1][1] for layer in range(layers)]
 
 
 def layer_number(place: float, layers: int) -> int:

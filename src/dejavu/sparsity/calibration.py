@@ -188,10 +188,11 @@ def choose_budget(sparsity: Sparsity, anatomy: Anatomy, bundle: Calibrated | Non
     if sparsity.budget == "uniform" or sparsity.selector == "dense":
         return Point(0.0, make_budget(sparsity, anatomy))
     mlp, heads = requested_ratios(sparsity)
-    if mlp != heads or sparsity.mlp_layers or sparsity.heads_layers or sparsity.dense_layers:
+    by_layer = (sparsity.mlp_layers, sparsity.heads_layers, sparsity.mlp_schedule, sparsity.heads_schedule)
+    if mlp != heads or any(by_layer) or sparsity.dense_layers:
         raise ConfigError(
             "sparsity.budget=calibrated shares out one ratio of the body's bytes between neurons, heads and layers: "
-            "give sparsity.ratio, with sparsity.part=both and no lists"
+            "give sparsity.ratio, with sparsity.part=both and no lists or schedules"
         )
     if bundle is None or not bundle.config.get("calibration"):
         where = "DIR" if bundle is None else bundle.folder

@@ -118,13 +118,13 @@ def test_two_processes_share_a_sweep_and_both_know_how_it_ended(halves, tmp_path
     heads = []
     for sweep in sweeps:
         assert sweep.stderr is not None
-        heads.append("".join(iter_until(sweep.stderr, f"waiting for 1 jobs of process {third.pid} on")))
+        heads.append("".join(iter_until(sweep.stderr, f"waiting for 1 job of process {third.pid} on")))
     third.kill()
     third.wait()
     for sweep, head in zip(sweeps, heads, strict=True):
         said = head + sweep.communicate()[1]
         assert sweep.returncode == 0, said
-        assert f"waiting for 1 jobs of process {third.pid} on" in head
+        assert f"waiting for 1 job of process {third.pid} on" in head
         assert all(f"seed={seed}  " in said for seed in (0, 1, 2)) and "[3/3]" in said
     for folder in folders:
         assert json.loads((folder / "result.json").read_text())["status"] == "ok"

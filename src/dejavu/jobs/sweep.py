@@ -42,7 +42,7 @@ def run_sweep(stage: str, composed: Sequence[Composed]) -> int:
     if not jobs:
         raise ConfigError("; ".join(dict.fromkeys(str(error) for _, error in refused)))
     board = Board(jobs[0].folder.parent, len(jobs) + len(refused), varying)
-    log.info("%d jobs in %s, launcher=%s", board.total, board.root, jobs[0].config.launcher.name)
+    log.info("%s in %s, launcher=%s", counted(board.total), board.root, jobs[0].config.launcher.name)
     for overrides, error in refused:
         folder = board.root / job_name(None, overrides, varying)
         record_refusal(stage, folder, overrides, error)
@@ -95,7 +95,7 @@ def run_all(jobs: Sequence[Job], board: "Board") -> None:
 def say_who_is_at_work(jobs: Sequence[Job], told: str) -> str:
     """Say which processes have the jobs that are left, unless that was `told` last; what was said."""
     holders = sorted({str(holder) for job in jobs if (holder := living_holder(job.folder)) is not None})
-    text = f"waiting for {len(jobs)} jobs of {', '.join(holders)}"
+    text = f"waiting for {counted(len(jobs))} of {', '.join(holders)}"
     if holders and text != told:
         log.info(text)
     return text if holders else told
@@ -116,6 +116,11 @@ def sorted_out(jobs: Sequence[Job], board: "Board") -> tuple[list[Job], list[Job
         else:
             (elsewhere if living_holder(job.folder) else ready).append(job)
     return ready, elsewhere
+
+
+def counted(jobs: int) -> str:
+    """How many jobs, in words."""
+    return "1 job" if jobs == 1 else f"{jobs} jobs"
 
 
 @dataclass
@@ -140,7 +145,7 @@ class Board:
         counts = Counter("done before" if each.state == "already done" else each.state for _, each in self.outcomes)
         counts["not run"] = self.total - len(self.outcomes)
         said = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-        log.info("%d jobs in %s: %s", self.total, self.root, said)
+        log.info("%s in %s: %s", counted(self.total), self.root, said)
         bad = [(label, outcome) for label, outcome in self.outcomes if outcome.state not in GOOD]
         for label, outcome in bad:
             log.error("  %s  %s: %s", label, outcome.state, outcome.error)

@@ -30,7 +30,7 @@ smollm2: setup ## Bring SmolLM2-135M's weights (93 MB) for model=smollm2-135m
 tables: setup ## Remake the tables and pictures of README and docs
 	$(BIN)/dejavu pipeline run_dir=runs/readme
 	$(BIN)/python -m dejavu.analysis.readme runs/readme README.md
-	$(BIN)/dejavu evaluate -cd sweeps -cn engine predictors=runs/readme/train run_dir=runs/engine
+	$(BIN)/dejavu evaluate -cn engine predictors=runs/readme/train run_dir=runs/engine
 	$(BIN)/python -m dejavu.analysis.readme runs/engine docs/performance.md engine
 
 speed: setup ## Remake the latency tables of README and docs: on a free machine, 24 GB of memory, 40 minutes

@@ -38,3 +38,30 @@ def test_a_point_is_the_same_run_as_its_parts():
     resolve_point(pointed.sparsity)
     plain.sparsity.selector, plain.sparsity.ratio = "oracle", 0.5
     assert config_hash(resolved(pointed), {}) == config_hash(resolved(plain), {})
+
+
+@pytest.mark.parametrize(
+    ("steps", "says"),
+    [
+        ([[0.5, 0.9]], "is not of the form"), ([], "is not of the form"), ([[0]], "is not of the form"),
+        ([[0, "much"]], "is not of the form"), ([[0, 0.5], [0.2, 1], [0.1, 0]], "do not rise"),
+        ([[0, 0.5], [1, 0]], "do not rise from 0 to below 1"), ([[0, 1.5]], "out of range"),
+    ],
+)  # fmt: skip
+def test_a_schedule_of_another_form_is_refused(steps, says):
+    from dejavu.schema import Config, check
+
+    check(Config(sparsity=Sparsity(mlp_schedule=[[0, 0.5], [0.9, 0]])))
+    with pytest.raises(ConfigError, match=says):
+        check(Config(sparsity=Sparsity(heads_schedule=steps)))
+
+
+def test_dense_is_one_config_whatever_ratios_are_said_beside_it():
+    from omegaconf import OmegaConf
+
+    from dejavu.schema import Config, from_config
+
+    said = [{}, {"ratio": 0.5, "part": "mlp"}, {"mlp": 0.9, "heads_layers": [0.5]}, {"mlp_schedule": [[0, 0.5]]}]
+    said = [{"sparsity": {"selector": "dense", **each}} for each in said] + [{"sparsity": {"point": "dense@0"}}]
+    hashes = {config_hash(resolved(from_config(OmegaConf.merge(OmegaConf.structured(Config), s))), {}) for s in said}
+    assert len(hashes) == 1

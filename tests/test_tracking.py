@@ -153,3 +153,12 @@ def test_layers_are_rows_and_a_dense_run_asks_for_nothing():
     record["sparsity"]["selector"] = "dense"
     assert final_values(record)["requested/mlp"] == 0.0
     assert layer_values({}) == [] and final_values({}) == {}
+
+
+def test_a_config_key_that_came_later_and_is_null_leaves_a_run_known(tmp_path):
+    execute("evaluate", lambda run: None, config(), tmp_path / "a", INPUTS)
+    text, result = (tmp_path / "a/config.yaml").read_text(), json.loads((tmp_path / "a/result.json").read_text())
+    (tmp_path / "a/config.yaml").write_text(text.replace("  mlp_schedule: null\n", ""))
+    write_json(tmp_path / "a/result.json", result | {"config_hash": "of the older version"})
+    again = execute("evaluate", lambda run: pytest.fail("it is done"), config(), tmp_path / "a", INPUTS)
+    assert again["config_hash"] == "of the older version" and "mlp_schedule" in text

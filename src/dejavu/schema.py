@@ -397,14 +397,15 @@ def check_schedule(key: str, steps: list[Any] | None) -> None:
     if steps is None:
         return
     try:
-        depths = [float(depth) for depth, ratio in steps if float(ratio) is not None]
+        pairs = [(float(depth), float(ratio)) for depth, ratio in steps]
     except (TypeError, ValueError):
-        depths = []
+        pairs = []
+    depths = [depth for depth, _ in pairs]
     if depths[:1] != [0]:
         raise ConfigError(f"{key}={steps} is not of the form [[0,RATIO],[DEPTH,RATIO],...]")
     if depths != sorted(set(depths)) or depths[-1] >= 1:
         raise ConfigError(f"{key}={steps} names depths that do not rise from 0 to below 1")
-    for _, ratio in steps:
+    for _, ratio in pairs:
         within(key, ratio, 0, 1, "the fraction that is NOT computed from a depth on")
 
 

@@ -32,8 +32,7 @@ class Job:
 
     def result(self) -> dict[str, Any] | None:
         """The complete result of this very config, if its folder has one. Raises ConfigError as `finished` does."""
-        values = resolved(self.config)
-        return finished(self.folder, config_hash(values, self.inputs), values, self.config.force)
+        return finished(self.folder, self.inputs, resolved(self.config), self.config.force)
 
 
 def plan(stage: str, composed: DictConfig) -> Job:

@@ -10,8 +10,6 @@ from dejavu.schema import Config
 
 # Where a run writes and who watches do not change what it computes.
 NOT_HASHED = ("run_dir", "runs", "tracking", "force", "fetch", "publish", "launcher")
-# Younger than runs that people have: part of the hash only where they are set, so that those runs are still known.
-YOUNGER = (("sparsity", "mlp_schedule"), ("sparsity", "heads_schedule"))
 
 
 def resolved(config: Config) -> dict[str, Any]:
@@ -24,9 +22,6 @@ def config_hash(values: Mapping[str, Any], inputs: Mapping[str, Any]) -> str:
     hashed = {key: value for key, value in values.items() if key not in NOT_HASHED}
     # Inputs count by their ids below; the paths through which they were named do not.
     hashed = {key: value for key, value in hashed.items() if key not in ("cache", "predictors")}
-    for group, key in YOUNGER:
-        if group in hashed and hashed[group].get(key) is None:
-            hashed[group] = {name: value for name, value in hashed[group].items() if name != key}
     text = json.dumps({"config": hashed, "inputs": dict(inputs)}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -76,11 +76,11 @@ def execute(
     """
     values = resolved(config)
     identity = config_hash(values, inputs)
-    done = finished(folder, identity, values, config.force)
+    done = finished(folder, inputs, values, config.force)
     if done is None:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder) as lock:
-            done = finished(folder, identity, values, config.force)  # by another process, until a moment ago
+            done = finished(folder, inputs, values, config.force)  # by another process, until a moment ago
             if done is None:
                 return _begun(Run(stage, folder, config, inputs), body, identity, overrides, lock)
     log.info("%s: already done in %s (force=true runs it again)", stage, folder)
@@ -154,7 +154,7 @@ def _write_record(run: Run) -> None:
         log.debug("%s", error)
 
 
-def finished(folder: Path, identity: str, values: dict[str, Any], force: bool) -> dict[str, Any] | None:
+def finished(folder: Path, inputs: dict[str, str | None], values: dict[str, Any], force: bool) -> dict[str, Any] | None:
     """The complete result of this very config, if the folder has one.
 
     Raises ConfigError, naming the keys that differ, when the folder holds another config (with `force` as well).
@@ -166,7 +166,7 @@ def finished(folder: Path, identity: str, values: dict[str, Any], force: bool) -
     result = read_json(folder / "result.json") if (folder / "result.json").exists() else None
     keys = differing_keys(old, values)  # type: ignore[arg-type]  # keys of a config file are strings
     keys = [key for key in keys if key not in ("cache", "predictors")]
-    if not keys and result is not None and result["config_hash"] != identity:
+    if not keys and result is not None and result["inputs"] != inputs:
         keys = ["inputs (another cache or bundle)"]
     if keys:
         raise ConfigError(

@@ -17,3 +17,10 @@ def records(folder: Path) -> dict[str, list[Any]]:
     for record in map(json.loads, lines):
         found[record["type"]].append(record.get(record["type"], record))
     return found
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """Config, summary, name, id and state of the one offline run below `folder`."""
+    (run,) = (folder / "wandb").glob("offline-run-*")
+    command = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", "--summary", "--json", str(run)]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

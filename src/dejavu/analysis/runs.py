@@ -55,6 +55,11 @@ def load_runs(folder: Path | str) -> pd.DataFrame:
     runs = find_runs(Path(folder))
     if not runs:
         raise DataError(f"{folder} holds no finished evaluation: run `dejavu evaluate` or name another folder")
+    return long_table(runs)
+
+
+def long_table(runs: Sequence[Run]) -> pd.DataFrame:
+    """The long table of these runs, in their order."""
     read = functools.cache(read_samples)
     swept = list(dict.fromkeys(key for run in runs for key in overrides(run)))
     records = []

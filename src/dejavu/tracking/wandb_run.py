@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 LAYER = "layer/index"  # the axis of everything that is logged a layer
+# Keys of result.json that stand in the W&B run's summary, under `result`.
+SUMMARISED = (
+    "stage", "status", "error", "config_hash", "overrides", "model", "sparsity", "predictor", "metrics", "timing",
+    "seed",
+)  # fmt: skip
 
 
 class WandbRun:
@@ -46,6 +51,8 @@ class WandbRun:
         for row in layer_values(record):
             self.run.log(row)
         self.run.log(final_values(record))
+        # Error bars, counts and paired differences too, so that the long table can be had from W&B alone.
+        self.run.summary["result"] = {key: record[key] for key in SUMMARISED if key in record}
         if record["status"] == "ok":
             declare_outputs(self.run, record, folder)
         self.run.finish(exit_code=0 if record["status"] == "ok" else 1)

@@ -19,6 +19,7 @@ from tiny import tiny_opt
 
 from dejavu.activations.cache import ActivationCache
 from dejavu.activations.manifest import cache_id
+from dejavu.analysis.activity import read_activity
 from dejavu.analysis.lineage import lineage
 from dejavu.corpora.sources import documents
 from dejavu.models import EMBEDDED
@@ -97,6 +98,7 @@ def test_the_demo_shows_the_table_and_the_pictures_path(demo):
     assert (sparse["mlp_density"] == 0.25).all() and (sparse["sparse_token_share"] == 1).all()
     assert (demo / "sparsity_vs_quality.png").stat().st_size > 10_000
     assert (demo / "train" / "layers.png").stat().st_size > 5_000
+    assert len(read_activity(demo / "collect")) > 1000
     assert len(pd.read_csv(demo / "neighbours.csv")) == 7 * 3, "seven metrics, four selectors"
     shown = (demo / "stdout.txt").read_text()
     assert "predictor" in shown and "sparsity_vs_quality.png" in shown

@@ -6,16 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 from rich import box
 from rich.table import Table
 
-from dejavu.analysis.figures import DPI, GREY, RC, save
+from dejavu.analysis.latency import latency
 from dejavu.analysis.readme import put
 from dejavu.analysis.tables import percent
 from dejavu.benchmark.floor import BYTES, largest_cache, shape_of, terms
@@ -30,8 +26,6 @@ COLUMNS = [
 ]  # fmt: skip
 RESIDENT = "cache-resident"
 HEADLINE = 0.75  # the ratio that sentences are about, where it was measured
-COLOURS = {"float32": "#0072B2", "bfloat16": "#009E73", "int8": "#D55E00"}  # Okabe and Ito
-STYLES = {"ctranslate2": ":", "hf-eager": "--", "hf-compile": "-."}
 
 
 def row(times: Times, model: str, new_tokens: int, repeats: int) -> dict[str, Any]:
@@ -73,7 +67,7 @@ def write(rows: pd.DataFrame, folder: Path) -> None:
     """benchmark.csv and latency.png."""
     by_rename(folder / "benchmark.csv", lambda path: rows.to_csv(path, index=False))
     if rows["ms_per_token"].notna().any():
-        picture(rows, folder / "latency.png")
+        latency(rows, folder / "latency.png")
 
 
 HEADERS = [
@@ -147,42 +141,6 @@ def headlines(rows: pd.DataFrame) -> list[str]:
                 f"fast as {peer['contender']} {peer['storage']} ({peer['ms_per_token']:.1f} ms)"
             )
     return found
-
-
-def picture(rows: pd.DataFrame, path: Path) -> None:
-    """Latency against the share computed: a curve per storage, its floor dashed, peers as lines; a panel per prompt."""
-    prompts = sorted(rows["prompt_tokens"].unique())
-    with matplotlib.rc_context(RC):
-        figure = Figure(figsize=(3.4 * len(prompts) + 1.6, 3.4), dpi=DPI, layout="constrained")
-        axes = figure.subplots(1, len(prompts), squeeze=False)[0]
-        for axis, prompt in zip(axes, prompts, strict=True):
-            panel(axis, rows[(rows["prompt_tokens"] == prompt) & rows["ms_per_token"].notna()])
-            axis.set_title(f"{prompt} prompt tokens", loc="left")
-        named = {str(line.get_label()): line for axis in axes for line in axis.get_lines()}
-        figure.legend(handles=list(named.values()), loc="outside right upper", frameon=False)
-        figure.suptitle(f"{rows['model'].iloc[0]}: milliseconds a token", fontsize=9, weight="bold", x=0.02, ha="left")
-        save(figure, path)
-
-
-def panel(axis: Axes, rows: pd.DataFrame) -> None:
-    """One prompt length."""
-    for storage, colour in COLOURS.items():
-        own = rows[rows["contender"].str.startswith("dejavu") & (rows["storage"] == storage)].sort_values("mlp")
-        if len(own):
-            axis.plot(1 - own["mlp"], own["ms_per_token"], color=colour, marker="o", label=f"dejavu {storage}")
-            floors = pd.to_numeric(own["floor_ms"], errors="coerce")
-            axis.plot(
-                1 - own["mlp"], floors, color=colour, linewidth=0.9, linestyle=(0, (1, 1)), label=f"floor {storage}"
-            )
-        for family, style in STYLES.items():
-            for value in rows[(rows["contender"] == family) & (rows["storage"] == storage)]["ms_per_token"]:
-                axis.axhline(value, color=colour, linestyle=style, linewidth=1, label=f"{family} {storage}")
-    axis.set_xlabel("share of heads and neurons computed")
-    axis.set_xlim(0, 1.03)
-    axis.set_yscale("log")
-    for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
-        formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.tick_params(axis="y", which="minor", labelsize=6, colors=GREY)
 
 
 def markdown(rows: pd.DataFrame) -> str:

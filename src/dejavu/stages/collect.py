@@ -19,6 +19,7 @@ from dejavu.activations.collect import Masked, cache_head, collect, whole
 from dejavu.activations.manifest import cache_id
 from dejavu.activations.space import check_free_space, estimate_bytes
 from dejavu.activations.writer import CacheWriter
+from dejavu.analysis.activity import write_activity
 from dejavu.corpora.blocks import encode_documents, pack
 from dejavu.corpora.documents import Document, corpus_hash
 from dejavu.corpora.sources import documents
@@ -34,7 +35,7 @@ from dejavu.tracking.run import Run, interactive
 
 
 def run(run: Run) -> None:
-    """Blocks of the corpus's train split, the forward pass over them, the cache in `run.folder/cache`."""
+    """Blocks of the corpus's train split, the forward pass over them, the cache and what it says of activity."""
     keep_freed_memory()
     config = run.config
     loaded = load_model(config)
@@ -62,6 +63,7 @@ def run(run: Run) -> None:
 
         timing = collect(loaded, tokens_NT, documents_NT, writer, config.batch_size, config.collect, show, masked)
         writer.finish()
+    write_activity(run.folder)
     if timing["speed_ratio"] is not None:
         run.say(
             f"{timing['tokens_per_second']:,.0f} tokens/s, {timing['speed_ratio']:.2f} of a plain forward pass, "

@@ -6,12 +6,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from finished_runs import RATIOS, write_run
+from omegaconf import OmegaConf
 from PIL import Image
 from rich.console import Console
 
 from dejavu.analysis.figures import sparsity_vs_quality
+from dejavu.analysis.latency import frontier, pareto, speed_and_quality
 from dejavu.analysis.runs import COLUMNS, load_runs, neighbours
-from dejavu.analysis.tables import in_order, read_table, rich_neighbours, rich_table, with_error, write_table
+from dejavu.analysis.tables import in_order, read_table, readable, rich_neighbours, rich_table, with_error, write_table
 from dejavu.errors import DataError
 
 CONTRACT = (  # as the design has it
@@ -235,3 +237,56 @@ def test_tables_that_cannot_be_drawn_are_refused(table, tmp_path):
     for broken, message in cases:
         with pytest.raises(DataError, match=message):
             sparsity_vs_quality(broken, tmp_path / "none.png")
+
+
+def decoded(root: Path, storage: str, selector: str, ratio: float, ms: float, loss: float) -> None:
+    """An evaluation by the engine."""
+    entry = {"value": loss, "stderr": 1.0, "n": 20}
+    folder = write_run(
+        root, selector, ratio, name=f"{storage}-{ratio:g}", timing={"ms_per_token": ms},
+        metrics={"pydocs_token": {"token_perplexity": entry, "loss": {**entry, "value": 4.0}}},
+    )  # fmt: skip
+    config = OmegaConf.load(folder / "config.yaml")
+    config.decode = {"storage": storage}
+    OmegaConf.save(config, folder / "config.yaml")
+
+
+def test_speed_and_quality_are_of_one_object(tmp_path):
+    write_run(tmp_path, "oracle", 0.5)  # simulated: it has no speed
+    with pytest.raises(DataError, match="no evaluation that decoded"):
+        speed_and_quality(tmp_path)
+    points = [
+        ("int8", "dense", 0.0, 2.0, 40.0), ("int8", "static", 0.5, 1.0, 48.0), ("float32", "dense", 0.0, 3.0, 41.0),
+    ]  # fmt: skip
+    for point in points:
+        decoded(tmp_path, *point)
+    table = speed_and_quality(tmp_path)
+    rows = table[table["metric"] == "token_perplexity"]
+    found = set(zip(rows["storage"], rows["selector"], rows["ms_per_token"], rows["value"], strict=True))
+    assert found == {(storage, selector, ms, value) for storage, selector, _, ms, value in points}
+    assert frontier(rows)["run"].tolist() == ["int8-0.5", "int8-0"], "float32 dense is slower and worse than int8 dense"
+    path = pareto(table, tmp_path / "pareto")
+    assert path.exists() and path.with_suffix(".svg").exists()
+    with pytest.raises(DataError, match="no perplexity to draw"):
+        pareto(table[table["metric"] == "loss"], tmp_path / "none")
+
+
+def test_runs_that_differ_in_a_swept_key_get_a_row_each(tmp_path):
+    for epochs in (1, 2):
+        write_run(tmp_path, "oracle", 0.5, name=f"e{epochs}", overrides=[f"+trainer.epochs={epochs}"])
+    table = load_runs(tmp_path)
+    text = readable(table)
+    assert text["trainer.epochs"].tolist() == ["1.0", "2.0"] and set(text["selector"]) == {"oracle"}
+    assert sum("oracle" in line for line in printed(rich_table(table), 160).splitlines()) == 2
+    row = one(table, run="e1", metric="bits_per_byte")
+    assert text["pydocs, bits_per_byte"].iloc[0] == with_error(row["value"], row["stderr"]), (
+        "no dense run, no difference"
+    )
+
+
+def test_the_summary_for_notebooks_puts_differences_in_brackets(table):
+    text = readable(table)
+    assert len(text) == 21 and text["selector"].iloc[0] == "dense"
+    row = one(table, selector="oracle", mlp=0.25, metric="bits_per_byte")
+    cell = text[(text["selector"] == "oracle") & (text["neurons skipped"] == "25 %")]["pydocs, bits_per_byte"].iloc[0]
+    assert cell.endswith(f"({with_error(row['delta'], row['delta_stderr'], sign='+')})")

@@ -8,7 +8,7 @@ from PIL import Image
 
 from dejavu.analysis.figures import density_vs_quality
 from dejavu.analysis.heatmaps import layer_heat_map, selector_heat_map
-from dejavu.analysis.leaderboard import leaderboard
+from dejavu.analysis.leaderboard import failures, leaderboard
 from dejavu.analysis.runs import load_runs
 from dejavu.analysis.tables import read_table
 from dejavu.errors import DataError
@@ -79,3 +79,9 @@ def test_notes_become_a_column_only_where_there_are_some(tmp_path):
     write_run(tmp_path, "oracle", 0.5, metrics={"pydocs_token": {"token_perplexity": entry}})
     notes = load_runs(tmp_path).set_index("selector")["note"]
     assert notes["oracle"] == "not the published sample" and notes["dense"].isna().all()
+
+
+def test_failed_evaluations_are_named_with_their_error(tmp_path):
+    write_run(tmp_path, "dense")
+    write_run(tmp_path, "oracle", 0.5, status="failed", error={"type": "DataError", "message": "no space"})
+    assert failures(tmp_path).to_dict("records") == [{"run": "oracle-0.5", "error": "DataError: no space"}]

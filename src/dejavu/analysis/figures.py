@@ -146,10 +146,12 @@ def draw_panel(axis: Axes, rows: pd.DataFrame, task: str, metric: str) -> None:
     if len(dense):
         reference(axis, dense["value"].iloc[0], "dense", "-", above=metric == "acc")
     blind = rows[(rows["task"] == f"{task}_blind") & (rows["metric"] == metric) & (rows["selector"] == "dense")]
+    guessing = CHANCE.get(task) if metric == "acc" else None
+    lower = guessing is not None and len(blind) > 0 and blind["value"].iloc[0] < guessing
     if len(blind):
-        reference(axis, blind["value"].iloc[0], "dense, without context", ":", above=True)
-    if metric == "acc" and task in CHANCE:
-        reference(axis, CHANCE[task], "chance", "--", above=False)
+        reference(axis, blind["value"].iloc[0], "dense, without context", ":", above=not lower)
+    if guessing is not None:
+        reference(axis, guessing, "chance", "--", above=lower)
     scale(axis, panel, metric)
     axis.xaxis.set_major_locator(MultipleLocator(0.25))
     axis.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))

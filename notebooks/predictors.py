@@ -6,7 +6,7 @@
 # %%
 from pathlib import Path
 
-from IPython.display import Image, display
+from IPython.display import Image
 
 from dejavu.analysis import load_runs
 from dejavu.analysis.predictor_figures import read_bundle, recall_of_layers, training_curve
@@ -38,4 +38,5 @@ Image(str(recall_of_layers(bundle, figures / "recall_of_layers.png")), alt="reca
 
 # %%
 losses = load_runs(run_dir).query("metric == 'loss' and selector != 'dense'")
-display(losses.pivot_table(index="selector", columns="mlp", values="delta").style.format(precision=3))
+shown = losses.pivot_table(index="selector", columns="mlp", values="delta").style
+shown.format(precision=3).format_index("{:.0%} skipped", axis=1)

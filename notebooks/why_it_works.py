@@ -51,7 +51,8 @@ Image(str(union_growth(table, figures / "union_growth.png")), alt="growth of the
 # ## The residual turns slowly
 #
 # A predictor reads a tensor half a block (tap `overlap`) or a whole block (tap `previous`) before the layer computes:
-# how near is that to what the layer itself reads? Layer 0 adds most to the embedding, so nothing foresees past it.
+# how near is that to what the layer itself reads? A low cosine, as after a first layer that rewrites the embedding,
+# leaves little to foresee with.
 
 # %%
 Image(str(lookahead_cosine(table, figures / "lookahead_cosine.png")), alt="cosine of residuals across layers")

@@ -21,11 +21,12 @@ from dejavu.analysis.predictor_figures import read_bundle, recall_of_layers, tra
 from dejavu.analysis.readme import embedded, engine
 from dejavu.benchmark.report import markdown
 from dejavu.errors import DataError
+from dejavu.schema import NOTEBOOKS as NOTEBOOK_NAMES
 from dejavu.tracking.files import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
-NAMES = ["latency", "predictors", "sparsity_vs_accuracy", "why_it_works"]
+NAMES = sorted(NOTEBOOK_NAMES)
 MOST = 1_000_000  # bytes of the runs that the repository carries
 
 

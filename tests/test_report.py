@@ -13,7 +13,7 @@ import pytest
 from finished_runs import write_run
 
 from dejavu.errors import ConfigError, DataError
-from dejavu.schema import Config
+from dejavu.schema import NOTEBOOKS, Config, Report
 from dejavu.stages import report
 
 # Put at the end of a copy: what the browser made of the page, told in its title.
@@ -115,3 +115,10 @@ def test_what_cannot_be_reported_is_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"needs papermill: run pip install 'dejavu\[notebooks\]'"):
         report.answer(Config(run_dir=str(tmp_path)))
     assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_every_notebook_says_what_its_folder_lacks(tmp_path, notebook):
+    config = Config(run_dir=str(tmp_path), report=Report(notebook))
+    with pytest.raises(DataError, match=r"no finished evaluation|is missing|no evaluation that decoded"):
+        report.answer(config)

@@ -32,6 +32,7 @@ BACKENDS = ("simulate", "kernel")
 KERNEL_SELECTORS = ("dense", "predictor", "static", "random")
 STORAGES = ("float32", "bfloat16", "int8")
 CONTENDERS = ("hf-eager", "hf-compile", "ctranslate2", "dejavu")
+NOTEBOOKS = ("sparsity_vs_accuracy", "why_it_works", "latency", "predictors")
 TRACKING_MODES = ("offline", "online", "off")
 LAUNCHERS = ("local", "joblib", "submitit_local", "submitit_slurm")
 
@@ -226,6 +227,11 @@ class Pipeline:
 
 
 @dataclass
+class Report:
+    notebook: str = "sparsity_vs_accuracy"
+
+
+@dataclass
 class Config:
     model: Model = field(default_factory=Model)
     corpus: Corpus = field(default_factory=Corpus)
@@ -243,6 +249,7 @@ class Config:
     tracking: Tracking = field(default_factory=Tracking)
     launcher: Launcher = field(default_factory=Launcher)
     pipeline: Pipeline = field(default_factory=Pipeline)
+    report: Report = field(default_factory=Report)
     device: str = "auto"
     dtype: str = "float32"
     seed: int = 0
@@ -329,6 +336,7 @@ def check(config: Config) -> None:
     within("predictor.label_density", predictor.label_density, 1e-9, 1, "the share of units that count as the best")
     one_of("collect.encoding", config.collect.encoding, ENCODINGS)
     one_of("corpus.name", corpus.name, CORPORA)
+    one_of("report.notebook", config.report.notebook, NOTEBOOKS)
     one_of("tracking.mode", config.tracking.mode, TRACKING_MODES)
     one_of("launcher.name", config.launcher.name, LAUNCHERS)
     if config.launcher.jobs < 1 and config.launcher.jobs != -1:

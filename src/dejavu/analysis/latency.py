@@ -31,6 +31,12 @@ def read_benchmark(folder: Path | str) -> pd.DataFrame:
         raise DataError(f"{path} is missing or damaged: `dejavu benchmark` makes it") from error
 
 
+def benchmarks(folder: Path | str) -> dict[str, pd.DataFrame]:
+    """Every benchmark.csv below a folder, by the path of its run."""
+    runs = [path.parent for path in sorted(Path(folder).rglob("benchmark.csv"))]
+    return {run.relative_to(folder).as_posix(): read_benchmark(run) for run in runs}
+
+
 def latency(rows: pd.DataFrame, path: Path | str) -> Path:
     """Latency against the share computed: a curve per storage, its floor dotted, peers as lines; a panel per prompt.
 
@@ -95,13 +101,16 @@ def pareto(table: pd.DataFrame, path: Path | str) -> Path:
 
     A curve per storage, each point named by the share skipped, with its 95 % interval; the grey steps join the points
     that no other beats in both, noise included.
-    `table` is from `speed_and_quality`. Raises DataError when it holds no such metric.
+    `table` is from `speed_and_quality`. Raises DataError when it holds no such metric or
+    several models.
     """
     path = Path(path).with_suffix(".png")
     task, metric = next(((task, name) for task, name in main_panels(table) if name != "acc"), ("", ""))
     rows = table[(table["task"] == task) & (table["metric"] == metric) & np.isfinite(table["value"])]
     if rows.empty:
         raise DataError(f"the table holds no perplexity to draw in {path.name}: evaluate tasks=pydocs_token")
+    if rows["model"].nunique() > 1:
+        raise DataError(f"the table holds several models ({', '.join(sorted(set(rows['model'])))}): filter it to one")
     with matplotlib.rc_context(RC):
         figure = Figure(figsize=(WIDTH, 3.6), dpi=DPI, layout="constrained")
         axis = figure.subplots()

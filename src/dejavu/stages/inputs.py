@@ -28,7 +28,7 @@ STAGES = {  # name -> (what it does, inputs it reads)
         "print the W&B dashboard of a config's tasks; `dejavu dashboard publish` saves it in the project",
         (),
     ),
-    "report": ("make one HTML page of a sweep's evaluations, which opens without a network", ()),
+    "report": ("make one HTML page of finished runs, which opens without a network", ()),
     "pipeline": ("collect, train and evaluate a grid of ratios and selectors, then table and picture", ()),
 }
 QUESTIONS = ("doctor", "lineage", "dashboard", "report")  # answered at once: they leave no folder and are never skipped

@@ -1,16 +1,27 @@
-"""`dejavu report`: the first notebook over a folder of evaluations, as one HTML page that needs nothing but itself."""
+"""`dejavu report`: a notebook over a folder of finished runs, as one HTML page that needs nothing but itself."""
 
 import importlib.util
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dejavu.analysis.activity import read_activity
+from dejavu.analysis.latency import speed_and_quality
+from dejavu.analysis.predictor_figures import read_bundle
 from dejavu.analysis.runs import load_runs
 from dejavu.errors import ConfigError, DataError
-from dejavu.schema import Config
+from dejavu.schema import Config, Report
 from dejavu.tracking.files import write_text
 
-NOTEBOOK = Path(__file__).resolve().parents[3] / "notebooks" / "sparsity_vs_accuracy.ipynb"
+NOTEBOOKS = Path(__file__).resolve().parents[3] / "notebooks"
+# What each reads first: it says what is wrong with a folder before a kernel starts.
+READ: dict[str, Callable[[Path], object]] = {
+    "sparsity_vs_accuracy": load_runs,
+    "why_it_works": read_activity,
+    "latency": speed_and_quality,
+    "predictors": lambda folder: read_bundle(folder / "train"),
+}
 # Lab's page without its scripts, which come from other hosts: there is no mathematics, diagram or widget to draw.
 TEMPLATE = """{% extends 'lab/index.html.j2' %}
 {% block html_head_js %}{% endblock %}
@@ -23,18 +34,19 @@ main { max-width: 1100px; margin: auto; }
 
 
 def answer(config: Config) -> Path:
-    """Write report.html into the folder, its pictures as files below figures/; returns the page's path.
+    """Write report.html (or NOTEBOOK.html) into the folder, its pictures as files below figures/; returns the path.
 
-    Raises ConfigError without a folder, DataError when it holds no finished evaluation or a damaged one, when the
-    packages for notebooks are not installed and when a cell of the notebook fails.
+    Raises ConfigError without a folder, DataError when the folder lacks what the notebook reads, when the packages for
+    notebooks are not installed and when a cell fails.
     """
     if config.run_dir is None:
-        raise ConfigError("dejavu report needs the folder of a sweep or of evaluations: add run_dir=DIR")
-    folder = Path(config.run_dir).resolve()
-    load_runs(folder)  # says what is wrong with the folder, before a kernel starts
+        raise ConfigError("dejavu report needs the folder of a sweep or of other finished runs: add run_dir=DIR")
+    folder, name = Path(config.run_dir).resolve(), config.report.notebook
+    READ[name](folder)
     check_installed()
-    page = folder / "report.html"
-    write_text(page, html(executed(folder), f"{folder.name}: sparsity against accuracy"))
+    page = folder / ("report.html" if name == Report().notebook else f"{name}.html")
+    notebook = executed(NOTEBOOKS / f"{name}.ipynb", folder)
+    write_text(page, html(notebook, f"{folder.name}: {name.replace('_', ' ')}"))
     print(page)
     return page
 
@@ -46,7 +58,7 @@ def check_installed() -> None:
         raise DataError(f"dejavu report needs {', '.join(missing)}: run pip install 'dejavu[notebooks]'")
 
 
-def executed(folder: Path) -> Any:
+def executed(source: Path, folder: Path) -> Any:
     """The notebook with its outputs, over the folder. Raises DataError when a cell or the kernel fails."""
     from jupyter_client import AsyncKernelManager
     from nbclient import NotebookClient
@@ -55,7 +67,7 @@ def executed(folder: Path) -> Any:
     from papermill.parameterize import parameterize_notebook
 
     parameters = {"run_dir": str(folder), "figures_dir": str(folder / "figures")}
-    notebook = parameterize_notebook(load_notebook_node(str(NOTEBOOK)), parameters)
+    notebook = parameterize_notebook(load_notebook_node(str(source)), parameters)
     with tempfile.TemporaryDirectory(prefix="dejavu-") as sockets:  # files of this user's instead of ports for everyone
         kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{sockets}/kernel")
         place = {"metadata": {"path": str(folder)}}
@@ -64,7 +76,7 @@ def executed(folder: Path) -> Any:
             return client.execute()
         except CellExecutionError as error:
             reason = f"{error.ename}: {error.evalue}"
-            raise DataError(f"{NOTEBOOK.name} stopped over {folder} ({reason}): open it with this run_dir") from error
+            raise DataError(f"{source.name} stopped over {folder} ({reason}): open it with this run_dir") from error
         except RuntimeError as error:  # nbclient's for a kernel that died or never answered
             raise DataError(f"the kernel that reads {folder} did not work ({error}): try again") from error
 

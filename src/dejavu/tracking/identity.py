@@ -8,8 +8,8 @@ from typing import Any
 
 from dejavu.schema import Config
 
-# Where a run writes and who watches do not change what it computes.
-NOT_HASHED = ("run_dir", "runs", "tracking", "force", "fetch", "publish", "launcher")
+# Where a run writes, who watches and how it is shown afterwards do not change what it computes.
+NOT_HASHED = ("run_dir", "runs", "tracking", "force", "fetch", "publish", "launcher", "report")
 
 
 def resolved(config: Config) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from dejavu.analysis.activity_figures import UNITS
 from dejavu.analysis.bundles import bundle_folder
 from dejavu.analysis.figures import DPI, HEIGHT, RC, STYLES, WIDTH, save
 from dejavu.analysis.tables import percent
@@ -16,7 +17,6 @@ from dejavu.errors import DataError
 from dejavu.tracking.files import read_json
 
 DENSITY = "0.25"  # of those at which a bundle's recall was measured
-UNITS = {"mlp": "neurons", "heads": "heads"}
 
 
 def read_bundle(folder: Path | str) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 composing, a value out of range by `check`. This module imports neither torch nor any other heavy package.
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ BUDGETS = ("uniform", "calibrated")
 LABELS = ("contribution", "amount", "top", "nonzero")
 WEIGHTINGS = ("none", "contribution")
 DEVICES = ("auto", "cpu", "cuda")
+PLACINGS = ("auto", "balanced", "balanced_low_0", "sequential")
 DTYPES = ("float32", "bfloat16", "float16")
 ENCODINGS = ("auto", "sparse", "top", "dense")
 TASK_KINDS = ("rolling", "token_perplexity", "continuation", "lm_eval")
@@ -45,6 +47,10 @@ class Model:
     package: str | None = None
     gguf: str | None = None
     separator: str | None = None
+    device_map: str | None = None
+    gpu_memory: str | None = None
+    cpu_memory: str | None = None
+    offload: str | None = None
     random_init: bool = False
     architecture: dict[str, Any] = field(default_factory=dict)
 
@@ -315,6 +321,7 @@ def check(config: Config) -> None:
     one_of("device", config.device, DEVICES)
     one_of("dtype", config.dtype, DTYPES)
     one_of("backend", config.backend, BACKENDS)
+    check_placing(config.model)
     one_of("decode.storage", config.decode.storage, STORAGES)
     one_of("decode.kv", config.decode.kv, ("lazy", "all"))
     one_of("sparsity.selector", sparsity.selector, SELECTORS)
@@ -415,6 +422,22 @@ def check_schedule(key: str, steps: list[Any] | None) -> None:
         raise ConfigError(f"{key}={steps} names depths that do not rise from 0 to below 1")
     for _, ratio in pairs:
         within(key, ratio, 0, 1, "the fraction that is NOT computed from a depth on")
+
+
+def check_placing(model: Model) -> None:
+    """Raise ConfigError for a device_map that transformers does not know and for sizes without a unit."""
+    limits = {"model.gpu_memory": model.gpu_memory, "model.cpu_memory": model.cpu_memory}
+    if model.device_map is None:
+        for key, value in (limits | {"model.offload": model.offload}).items():
+            if value is not None:
+                raise ConfigError(f"{key}={value} says where layers go, which needs model.device_map=auto")
+        return
+    one_of("model.device_map", model.device_map, PLACINGS)
+    if model.random_init:
+        raise ConfigError("model.random_init=true makes its weights in one place: leave model.device_map out")
+    for key, size in limits.items():
+        if size is not None and not re.fullmatch(r"\d+(\.\d+)?[KMG]i?B", size):
+            raise ConfigError(f"{key}={size} is no size: write a number and its unit, such as 70GiB or 500MB")
 
 
 def check_calibrate(calibrate: Calibrate) -> None:

@@ -181,7 +181,7 @@ class Scorer:
             )
         input_ids = torch.from_numpy(tokens_BT).to(device)
         hidden_BTD: Tensor = self.loaded.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-        return hidden_BTD
+        return hidden_BTD.to(device)
 
     def _chosen(self, hidden_SD: Tensor, wanted_S: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability of each wanted token (float64, NaN for logits not finite), and whether it is likeliest."""
@@ -189,7 +189,7 @@ class Scorer:
         values, greedy = [], []
         rows = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
         for hidden_CD, wanted_C in zip(hidden_SD.split(rows), wanted_S.split(rows), strict=True):
-            logits_CV = head(hidden_CD).float()
+            logits_CV = head(hidden_CD).to(hidden_CD.device).float()
             wanted_logits_C = logits_CV.gather(1, wanted_C[:, None])[:, 0]
             normalised_C = wanted_logits_C.double() - logits_CV.logsumexp(-1).double()
             finite_C = torch.isfinite(logits_CV.amax(-1)) & torch.isfinite(logits_CV.amin(-1))  # a NaN is both

@@ -6,6 +6,7 @@ All that records, masks or decodes works on the four points of a `Block` and nev
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 
@@ -46,6 +47,7 @@ class Anatomy:
     post_norm: bool
     context: int  # longest sequence in tokens
     separator: int  # the token that stands once before every document
+    home: torch.device | None = None  # of layers on several devices: where what is seen of them is gathered
 
     @property
     def layers(self) -> int:
@@ -56,7 +58,7 @@ class Anatomy:
         if self.post_norm:
             return middle_ND
         normalised_ND: Tensor = self.blocks[layer].mlp_norm(middle_ND)
-        return normalised_ND
+        return normalised_ND.to(self.home)
 
     def unit_weights(self, kind: str) -> float:
         """Weights of one unit: a neuron's rows and columns; a head's part of q and o and its share of k and v."""

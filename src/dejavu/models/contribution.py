@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dejavu.models.anatomy import Anatomy
+from dejavu.models.placement import tensor_of
 
 
 class Contributions:
@@ -34,14 +35,14 @@ class Contributions:
     def column_norms(self, layer: int) -> Tensor:
         """||W2[:, j]|| of every neuron, (F,)."""
         if layer not in self._column_norms_F:
-            weight_DF = self.anatomy.blocks[layer].mlp_output.weight.detach()
+            weight_DF = tensor_of(self.anatomy.blocks[layer].mlp_output).to(self.anatomy.home)
             self._column_norms_F[layer] = weight_DF.float().norm(dim=0)
         return self._column_norms_F[layer]
 
     def head_factors(self, layer: int) -> Tensor:
         """R_h of the QR decomposition of each head's columns of W_o, (H, K, K)."""
         if layer not in self._head_factors_HKK:
-            weight_DHK = self.anatomy.blocks[layer].attention_output.weight.detach().float()
+            weight_DHK = tensor_of(self.anatomy.blocks[layer].attention_output).to(self.anatomy.home).float()
             columns_HDK = weight_DHK.unflatten(1, (self.anatomy.heads, self.anatomy.head_dim)).transpose(0, 1)
             self._head_factors_HKK[layer] = torch.linalg.qr(columns_HDK, mode="r").R
         return self._head_factors_HKK[layer]

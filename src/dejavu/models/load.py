@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import logging
 import pickle  # for the name of its error only: transformers reads others' files with weights_only
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from dejavu.models import EMBEDDED
 from dejavu.models.anatomy import Anatomy
 from dejavu.models.families import anatomy
 from dejavu.models.packaged import converted
+from dejavu.models.placement import described, home_of, placing, stored_tensors
 from dejavu.schema import Config
 
 FINGERPRINT_ELEMENTS = 64
@@ -37,7 +39,13 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        return home_of(self.model)
+
+    @property
+    def places(self) -> str | None:
+        """Where the layers of a model with a device_map are, in words."""
+        found = getattr(self.model, "hf_device_map", None)
+        return None if found is None else described(found)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -59,9 +67,15 @@ def load_model(config: Config) -> LoadedModel:
         model, tokenizer = random_model(config.model.architecture, config.seed, dtype), None
     else:
         source = model_source(config)
-        model, tokenizer = pretrained_model(source, dtype), AutoTokenizer.from_pretrained(source)
-    model.to(device).eval().requires_grad_(False)
-    return LoadedModel(config.model.name, model, tokenizer, with_separator(anatomy(model), config, tokenizer))
+        model = pretrained_model(source, dtype, **placing(config.model, device))
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    if config.model.device_map is None:
+        model.to(device)
+    model.eval().requires_grad_(False)
+    parts = with_separator(anatomy(model), config, tokenizer)
+    if config.model.device_map is not None:
+        parts = dataclasses.replace(parts, home=home_of(model))
+    return LoadedModel(config.model.name, model, tokenizer, parts)
 
 
 def with_separator(parts: Anatomy, config: Config, tokenizer: Any) -> Anatomy:
@@ -91,12 +105,19 @@ def model_source(config: Config) -> str:
     raise DataError(f"model {model.name} is neither in the package nor on the hub: give its folder as model.path=DIR")
 
 
-def pretrained_model(source: str, dtype: torch.dtype) -> Any:
-    """Weights from a folder or the hub; every tensor the model has must be there."""
+def pretrained_model(source: str, dtype: torch.dtype, **placing: Any) -> Any:
+    """Weights from a folder or the hub, placed by `placement.placing`; every tensor the model has must be there."""
     with quiet_transformers():
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
+            model, report = AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype, output_loading_info=True, **placing
+            )
         except (OSError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
+            if "offload_folder" in str(error):
+                raise DataError(
+                    f"model.device_map puts layers of {source} on disk and its weights are no safetensors, so they are "
+                    "written anew: name a folder with room for them, model.offload=DIR"
+                ) from error
             raise DataError(
                 f"the model at {source} cannot be loaded ({first_line(error)}): check the folder or, for a name on the "
                 "hub, the network"
@@ -155,7 +176,7 @@ def fingerprint(model: Any) -> str:
     config = model.config.to_dict()
     fields = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     digest = hashlib.sha256(json.dumps({key: config.get(key) for key in fields}).encode())
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in stored_tensors(model):
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
         digest.update(_sample(tensor).tobytes())
     return digest.hexdigest()[:16]
@@ -174,12 +195,16 @@ def first_line(error: Exception) -> str:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """transformers' progress bars and load reports repeat what the checks here say."""
+    """Progress bars and load reports of transformers and accelerate repeat what is said here."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
+    placing_log = logging.getLogger("accelerate.big_modeling")
+    before = placing_log.level
+    placing_log.setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
+        placing_log.setLevel(before)
         transformers_logging.set_verbosity(verbosity)
         transformers_logging.enable_progress_bar()

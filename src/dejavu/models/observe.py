@@ -36,32 +36,35 @@ def observed(anatomy: Anatomy, observer: Observer) -> Iterator[None]:
     """Let `observer` see (and change) every forward pass of the model within the context."""
     with ExitStack() as stack:
         for number, block in enumerate(anatomy.blocks):
-            for handle in _hook(number, block, observer, anatomy.post_norm):
+            for handle in _hook(number, block, observer, anatomy):
                 stack.callback(handle.remove)
         yield
 
 
-def _hook(number: int, block: Block, observer: Observer, post_norm: bool) -> list[Any]:
+def _hook(number: int, block: Block, observer: Observer, anatomy: Anatomy) -> list[Any]:
+    def rows(tensor: Tensor) -> Tensor:
+        return _rows(tensor).to(anatomy.home)
+
     def at_layer(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        observer.residual(number, _rows(args[0] if args else kwargs["hidden_states"]))
+        observer.residual(number, rows(args[0] if args else kwargs["hidden_states"]))
 
     def at_heads(module: nn.Module, args: tuple) -> tuple[Tensor] | None:
-        return _changed(args[0], observer.heads(number, _rows(args[0])))
+        return _changed(args[0], observer.heads(number, rows(args[0])))
 
     def at_middle(module: nn.Module, args: tuple) -> None:
-        observer.middle(number, _rows(args[0]))
+        observer.middle(number, rows(args[0]))
 
     def after_middle(module: nn.Module, args: tuple, output: Tensor) -> None:
-        observer.middle(number, _rows(output))
+        observer.middle(number, rows(output))
 
     def at_neurons(module: nn.Module, args: tuple) -> tuple[Tensor] | None:
-        return _changed(args[0], observer.neurons(number, _rows(args[0])))
+        return _changed(args[0], observer.neurons(number, rows(args[0])))
 
     norm = block.mlp_norm
     return [
         block.layer.register_forward_pre_hook(at_layer, with_kwargs=True),
         block.attention_output.register_forward_pre_hook(at_heads),
-        norm.register_forward_hook(after_middle) if post_norm else norm.register_forward_pre_hook(at_middle),
+        norm.register_forward_hook(after_middle) if anatomy.post_norm else norm.register_forward_pre_hook(at_middle),
         block.mlp_output.register_forward_pre_hook(at_neurons),
     ]
 
@@ -72,4 +75,4 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _changed(given: Tensor, replacement: Tensor | None) -> tuple[Tensor] | None:
-    return None if replacement is None else (replacement.view(given.shape),)
+    return None if replacement is None else (replacement.view(given.shape).to(given.device),)

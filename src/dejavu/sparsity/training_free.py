@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dejavu.errors import ConfigError
 from dejavu.models.anatomy import Anatomy
+from dejavu.models.placement import tensor_of
 from dejavu.sparsity.selectors import Choice, Selector
 
 
@@ -54,7 +55,7 @@ class Gate(FromWeights):
 
     def estimate(self, layer: int, x_ND: Tensor) -> Tensor:
         block = self.anatomy.blocks[layer]
-        return block.activation(block.mlp_input(x_ND)).float().abs()
+        return block.activation(block.mlp_input(x_ND)).to(x_ND.device).float().abs()
 
 
 class LowRank(FromWeights):
@@ -76,10 +77,10 @@ class LowRank(FromWeights):
 
     def _projected(self, layer: int, linear: torch.nn.Linear, up: bool, x_ND: Tensor) -> Tensor:
         if (layer, up) not in self._factors:
-            self._factors[layer, up] = low_rank(linear.weight.float(), self.rank)
+            self._factors[layer, up] = low_rank(tensor_of(linear).to(self.anatomy.home).float(), self.rank)
         down_RD, up_FR = self._factors[layer, up]
         estimate_NF = x_ND.float() @ down_RD.T @ up_FR.T
-        return estimate_NF if linear.bias is None else estimate_NF + linear.bias.float()
+        return estimate_NF if linear.bias is None else estimate_NF + tensor_of(linear, "bias").to(x_ND.device).float()
 
 
 class SignBits(FromWeights):
@@ -96,7 +97,7 @@ class SignBits(FromWeights):
 
     def estimate(self, layer: int, x_ND: Tensor) -> Tensor:
         if layer not in self._rows:
-            weight_FD = self.anatomy.blocks[layer].mlp_input.weight.float()
+            weight_FD = tensor_of(self.anatomy.blocks[layer].mlp_input).to(self.anatomy.home).float()
             self._rows[layer] = weight_FD.sign(), weight_FD.abs().mean(1) * self.norms.column_norms(layer)
         signs_FD, scale_F = self._rows[layer]
         return (x_ND.float().sign() @ signs_FD.T) * scale_F

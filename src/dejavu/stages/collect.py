@@ -39,6 +39,8 @@ def run(run: Run) -> None:
     keep_freed_memory()
     config = run.config
     loaded = load_model(config)
+    if loaded.places is not None:
+        run.say(loaded.places)
     texts, tokens_NT, documents_NT = corpus_blocks(config, loaded, config.corpus.tokens)
     head = cache_head(loaded, tokens_NT, documents_NT, config.batch_size, config.collect) | {
         "tokenizer": hashlib.sha256(loaded.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16],

@@ -30,6 +30,8 @@ def run(run: Run, loaded: LoadedModel | None = None) -> None:
     keep_freed_memory()
     config = run.config
     loaded = loaded or load_model(config)
+    if loaded.places is not None:
+        run.say(loaded.places)
     if loaded.tokenizer is None:
         raise DataError(f"{loaded.name} has random weights: its quality is meaningless, so evaluate refuses it")
     bundle = None if run.inputs["bundle"] is None else load_bundle(Path(str(config.predictors)))

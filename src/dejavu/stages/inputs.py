@@ -73,6 +73,11 @@ def check_backend(stage: str, config: Config) -> None:
             f"collect.on_policy=true records what predictors leave: use sparsity.selector=predictor, not "
             f"{sparsity.selector}"
         )
+    if config.model.device_map is not None and (kernel or stage == "generate"):
+        raise ConfigError(
+            f"model.device_map={config.model.device_map} works with backend=simulate: the engine that decodes repacks "
+            "all weights in memory, so leave it out or use backend=simulate"
+        )
     if stage == "calibrate" and sparsity.selector not in ("predictor", "oracle", "static"):
         raise ConfigError(
             f"dejavu calibrate finds budgets for sparsity.selector=predictor, oracle or static, not {sparsity.selector}"

@@ -52,6 +52,7 @@ class Model:
     cpu_memory: str | None = None
     offload: str | None = None
     random_init: bool = False
+    active_share: float | None = None
     architecture: dict[str, Any] = field(default_factory=dict)
 
 
@@ -270,6 +271,7 @@ class Config:
     force: bool = False
     fetch: bool = False
     publish: bool = False
+    devices: str | None = None
 
 
 def from_config(config: DictConfig) -> Config:
@@ -374,6 +376,8 @@ def check(config: Config) -> None:
             f"sparsity.rule=threshold needs a selector whose scores differ from token to token: "
             f"{sparsity.selector} gives the same number to all, use sparsity.rule=topk"
         )
+    if config.model.active_share is not None:
+        within("model.active_share", config.model.active_share, 0, 1, "the share of neurons active for a token")
     within("collect.top", config.collect.top, 1e-9, 1, "the share of units whose contributions are stored")
     within("trainer.held_out", trainer.held_out, 1e-9, 0.5, "the share of the cache's documents used for validation")
     positive = {

@@ -3,12 +3,12 @@
 import dataclasses
 import hashlib
 import json
-import logging
 import pickle  # for the name of its error only: transformers reads others' files with weights_only
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from dejavu.errors import ConfigError, DataError
 from dejavu.models import EMBEDDED
 from dejavu.models.anatomy import Anatomy
 from dejavu.models.families import anatomy
-from dejavu.models.packaged import converted
-from dejavu.models.placement import described, home_of, placing, stored_tensors
+from dejavu.models.packaged import converted, converted_folder
+from dejavu.models.placement import described, home_of, placing, quiet_accelerate, stored_tensors
 from dejavu.schema import Config
 
 FINGERPRINT_ELEMENTS = 64
@@ -105,6 +105,40 @@ def model_source(config: Config) -> str:
     raise DataError(f"model {model.name} is neither in the package nor on the hub: give its folder as model.path=DIR")
 
 
+def without_weights(config: Config, online: bool) -> tuple[Any, torch.dtype, str]:
+    """The model on the meta device, which takes no memory, the type of its published weights, and where its sizes are
+    from: the config in a folder, in the hub client's cache or on the hub, else the config group's `architecture`.
+
+    Raises ConfigError for a model with none of these.
+    """
+    model, settings, source = config.model, None, None if config.model.random_init else sizes_source(config)
+    if source is not None:
+        try:
+            settings = AutoConfig.from_pretrained(source, local_files_only=not online)
+        except (OSError, ValueError):
+            source = None
+    if settings is None:
+        settings, source = architecture_config(model.architecture), f"conf/model/{model.name}.yaml"
+    kind = settings.dtype or (torch.float32 if model.gguf else torch.float16)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, config.dtype)), kind, str(source)
+
+
+def sizes_source(config: Config) -> str | None:
+    """As `model_source`, but nothing is converted or refused for it."""
+    model = config.model
+    if model.path is None and model.package is not None and model.gguf is not None:
+        try:
+            folder = converted_folder(model.package, model.gguf)
+        except PackageNotFoundError:
+            return None
+        return str(folder) if folder.is_dir() else None
+    try:
+        return model_source(config)
+    except DataError:
+        return None
+
+
 def pretrained_model(source: str, dtype: torch.dtype, **placing: Any) -> Any:
     """Weights from a folder or the hub, placed by `placement.placing`; every tensor the model has must be there."""
     with quiet_transformers():
@@ -148,14 +182,16 @@ def from_gguf(source: Path, folder: Path) -> None:
 
 def random_model(architecture: dict[str, Any], seed: int, dtype: torch.dtype) -> Any:
     """The right shape with random weights: for latency, never for quality."""
-    if "model_type" not in architecture:
-        raise ConfigError(
-            "model.random_init=true needs model.architecture (model_type and sizes), and this model has none"
-        )
-    sizes = dict(architecture)
-    config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return AutoModelForCausalLM.from_config(architecture_config(architecture), dtype=dtype)
+
+
+def architecture_config(architecture: dict[str, Any]) -> Any:
+    """transformers' config from the one in a model's config group."""
+    if "model_type" not in architecture:
+        raise ConfigError("this model has no model.architecture (model_type and sizes): give a folder, model.path=DIR")
+    sizes = dict(architecture)
+    return AutoConfig.for_model(sizes.pop("model_type"), **sizes)
 
 
 def pick_device(name: str) -> torch.device:
@@ -198,13 +234,10 @@ def quiet_transformers() -> Iterator[None]:
     """Progress bars and load reports of transformers and accelerate repeat what is said here."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
-    placing_log = logging.getLogger("accelerate.big_modeling")
-    before = placing_log.level
-    placing_log.setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()
     try:
-        yield
+        with quiet_accelerate():
+            yield
     finally:
-        placing_log.setLevel(before)
         transformers_logging.set_verbosity(verbosity)
         transformers_logging.enable_progress_bar()

@@ -4,8 +4,10 @@ accelerate's hooks bring a module's weights to where it runs and drop them after
 are on no device. What reads weights by itself therefore asks `tensor_of` or `stored_tensors`.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -68,10 +70,23 @@ def planned(shape: Any, device_map: str, memory: Memory) -> dict[str, int | str]
     `shape` is the model on the meta device. As transformers decides: a block is never divided.
     """
     whole = shape._no_split_modules
-    if device_map != "sequential":
-        memory = get_balanced_memory(shape, memory, whole, low_zero=device_map == "balanced_low_0")
-    found: dict[str, int | str] = infer_auto_device_map(shape, memory, whole)
+    with quiet_accelerate():  # it minds GPUs that are not here
+        if device_map != "sequential":
+            memory = get_balanced_memory(shape, memory, whole, low_zero=device_map == "balanced_low_0")
+        found: dict[str, int | str] = infer_auto_device_map(shape, memory, whole)
     return found
+
+
+@contextmanager
+def quiet_accelerate() -> Iterator[None]:
+    """Its warnings repeat what is said here."""
+    log = logging.getLogger("accelerate")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def described(places: Mapping[str, Any]) -> str:

@@ -246,7 +246,7 @@ def _check_layers(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_tensors(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    expected = _shapes(config)
+    expected = tensor_shapes(config)
     missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     wrong = [
         f"{name} {tuple(tensor.shape)} {tensor.dtype} where config.json means {expected[name]} float32"
@@ -259,7 +259,7 @@ def _check_tensors(folder: Path, config: Mapping[str, Any], tensors: Mapping[str
         raise DataError(f"{folder / WEIGHTS} has {', '.join(what[:4])}{more}: copy the bundle again or train it again")
 
 
-def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a bundle."""
     found: dict[str, tuple[int, ...]] = {}
     for kind in KINDS:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dejavu.activations.collect import Masked, cache_head, collect, whole
 from dejavu.activations.manifest import cache_id
-from dejavu.activations.space import check_free_space, estimate_bytes
+from dejavu.activations.space import ACTIVE_SHARE, check_free_space, estimate_bytes
 from dejavu.activations.writer import CacheWriter
 from dejavu.analysis.activity import write_activity
 from dejavu.corpora.blocks import encode_documents, pack
@@ -51,7 +51,8 @@ def run(run: Run) -> None:
     if config.collect.on_policy:
         masked, head["stream"] = on_policy(loaded, config)
     how = config.collect
-    needed = estimate_bytes(loaded.anatomy, tokens_NT.size, head["encoding"], how.top, recorded=head["recorded"])
+    share = config.model.active_share or ACTIVE_SHARE
+    needed = estimate_bytes(loaded.anatomy, tokens_NT.size, head["encoding"], how.top, share, head["recorded"])
     check_free_space(run.folder, needed)
     run.say(
         f"collecting {tokens_NT.size:,} tokens of {len(texts):,} documents of {config.corpus.name} with {loaded.name}"

@@ -21,7 +21,7 @@ from dejavu.corpora.available import (
     local_file,
     source_file,
 )
-from dejavu.errors import DataError
+from dejavu.errors import ConfigError, DataError
 from dejavu.models import EMBEDDED
 from dejavu.models.packaged import converted_folder, packaged_file
 from dejavu.schema import Config, Task
@@ -47,7 +47,14 @@ def answer(config: Config) -> None:
 
 
 def diagnose(config: Config) -> int:
-    """Print what was found, bring what is not here if `fetch` is set; 1 if something is missing, else 0."""
+    """Print what was found, bring what is not here if `fetch` is set; 1 if something is missing, else 0.
+
+    Raises ConfigError for `devices` that are not in the table.
+    """
+    if config.devices is not None:
+        from dejavu.benchmark.devices import parse
+
+        parse(config.devices)
     console = Console(width=None if Console().is_terminal else 160)
     console.print(machine(config))
     found = list(findings(config))
@@ -58,8 +65,20 @@ def diagnose(config: Config) -> int:
                 bring(finding, console)
         found = list(findings(config))
     console.print(needs(found))
+    show_plan(config, found[0].state == ONLINE, console)
     console.print(f"check of a hub's OPT: {expected_perplexity()}", soft_wrap=True)
     return int(any(finding.state == MISSING for finding in found))
+
+
+def show_plan(config: Config, online: bool, console: Console) -> None:
+    """What the model costs, by its size; where that is not known, what would say it."""
+    from dejavu.stages.plan import plan_of
+
+    try:
+        for part in plan_of(config, online):
+            console.print(part, soft_wrap=isinstance(part, str))
+    except ConfigError as error:
+        console.print(f"no plan: {error}", soft_wrap=True)
 
 
 def bring(finding: Finding, console: Console) -> None:

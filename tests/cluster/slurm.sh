@@ -77,9 +77,10 @@ END
 
 # wait_for SECONDS WHAT COMMAND...: until the command succeeds.
 wait_for() {
-  local seconds=$1 what=$2 end=$((SECONDS + $1)); shift 2
+  local seconds=$1 what=$2 end=$((SECONDS + $1))
+  shift 2
   until "$@" >/dev/null 2>&1; do
-    [ $SECONDS -lt $end ] || refuse "no $what after $seconds seconds: see the logs in $dir"
+    [ "$SECONDS" -lt "$end" ] || refuse "no $what after $seconds seconds: see the logs in $dir"
     sleep 0.5
   done
 }
@@ -87,7 +88,7 @@ wait_for() {
 start_database() {
   mariadb-install-db --no-defaults --user=mysql --datadir="$dir/mysql" --auth-root-authentication-method=normal >/dev/null
   mariadbd --no-defaults --user=mysql --datadir="$dir/mysql" --socket="$dir/mysql/socket" --pid-file="$dir/mysql/pid" \
-    --bind-address=127.0.0.1 --port=13306 --innodb-use-native-aio=0 --log-error="$dir/mysql/log" &
+    --bind-address=127.0.0.1 --port=13306 --innodb-use-native-aio=0 --log-error="$dir/mysql/log" >/dev/null 2>&1 &
   wait_for 60 database mariadb-admin --no-defaults --socket="$dir/mysql/socket" ping
   mariadb --no-defaults --socket="$dir/mysql/socket" -e \
     "create database slurm; create user slurm@'127.0.0.1' identified by 'slurm'; grant all on slurm.* to slurm@'127.0.0.1'"
@@ -115,11 +116,14 @@ up() {
 }
 
 down() {
-  local name
-  for name in slurmd slurmctld slurmdbd munged mysql/pid; do
-    local file=$dir/${name%.pid}; [ -f "$file.pid" ] && file=$file.pid
-    if [ -f "$file" ]; then kill "$(cat "$file")" 2>/dev/null || true; fi
+  local file process
+  for file in "$dir"/{slurmd,slurmctld,slurmdbd}.pid "$dir"/mysql/pid "$dir"/munged.pid; do
+    process=$(cat "$file" 2>/dev/null) && kill "$process" 2>/dev/null || continue
+    wait_for 60 "end of process $process" has_ended "$process"
   done
 }
+
+# A container's first process may leave those that ended as zombies.
+has_ended() { [[ "$(ps -o stat= -p "$1")" =~ ^(Z.*)?$ ]]; }
 
 "$command"

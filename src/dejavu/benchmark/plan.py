@@ -24,6 +24,7 @@ from dejavu.sparsity.budget import Budget
 
 WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 ATTAINED = 0.4  # of a device's peak arithmetic in a forward pass of large batches; an assumption
+DISK_GB_S = 1.0  # 10^9 bytes a second that a disk reads or writes; an assumption
 POSITIONS = 512  # cached, for a token's floor
 
 
@@ -134,11 +135,19 @@ def token_terms(sized: Sized, config: Config, budget: Budget, width: int, positi
     )
 
 
-def hours(parameters: int, tokens: int, device: Device) -> float | None:
-    """Hours of a forward pass over so many tokens at `ATTAINED` of the peak; None where the peak is not known.
+def hours(sized: Sized, config: Config, device: Device) -> dict[str, float]:
+    """Hours of each stage, about, evaluate's for a million tokens; {} for a device whose arithmetic is not known.
 
-    Layers on several devices run one after another (`model.device_map`), so more devices hold more and are not faster.
+    Arithmetic at `ATTAINED` of one device's peak, since layers on several run one after another (`model.device_map`):
+    more devices hold more and are not faster. The cache is written once, and read once an epoch, at `DISK_GB_S`.
     """
     if device.tflops is None:
-        return None
-    return 2 * parameters * tokens / (ATTAINED * device.tflops * 1e12) / 3600
+        return {}
+    rate, tokens = ATTAINED * device.tflops * 1e12 * 3600, config.corpus.tokens
+    disk = cache_bytes(sized.anatomy, config) / (DISK_GB_S * 1e9) / 3600
+    trained = sum(predictor_weights(sized.anatomy, config).values())
+    return {
+        "collect": 2 * sized.parameters * tokens / rate + disk,
+        "train": config.trainer.epochs * (6 * trained * tokens / rate + disk),  # forward, and twice that backward
+        "evaluate": 2 * sized.parameters * 1e6 / rate,
+    }

@@ -91,12 +91,15 @@ def quiet_accelerate() -> Iterator[None]:
 
 def described(places: Mapping[str, Any]) -> str:
     """Where the layers are, in a few words: "layers 0 to 3 in memory, 4 to 11 on disk"."""
-    names = {"cpu": "in memory", "disk": "on disk"}
-    found = [(int(match[1]), place) for part, place in places.items() if (match := re.search(r"layers\.(\d+)", part))]
-    if not found:
-        (place,) = set(places.values())
-        return f"all layers {names.get(str(place), f'on GPU {place}')}"
-    runs = [[number for number, _ in run] for _, run in groupby(sorted(found), key=lambda entry: entry[1])]
-    at = dict(found)
-    parts = [f"{run[0]} to {run[-1]} {names.get(str(at[run[0]]), f'on GPU {at[run[0]]}')}" for run in runs]
-    return f"layers {', '.join(parts)}"
+
+    def named(place: Any) -> str:
+        return {"cpu": "in memory", "disk": "on disk"}.get(str(place), f"on GPU {place}")
+
+    found = {int(match[1]): place for part, place in places.items() if (match := re.search(r"layers\.(\d+)", part))}
+    if not found:  # all in one place, or the model would be divided by layers
+        return f"all layers {named(next(iter(places.values())))}"
+    words = []
+    for place, run in groupby(sorted(found), key=lambda layer: found[layer]):
+        layers = list(run)
+        words.append(f"{layers[0]}{f' to {layers[-1]}' if len(layers) > 1 else ''} {named(place)}")
+    return f"layers {', '.join(words)}"

@@ -65,10 +65,12 @@ def files(sized: plan.Sized, config: Config, source: str) -> Table:
 
 
 def stages(sized: plan.Sized, config: Config, machine: Device) -> Table:
-    """Memory of each stage, and whether the devices have it."""
-    table = Table("plan: memory", "about", f"on {machine}", box=box.SIMPLE_HEAD, pad_edge=False)
+    """Memory of each stage, whether the devices have it, and where their arithmetic is known hours."""
+    table = Table("plan: memory", "about", f"on {machine}", "hours, about", box=box.SIMPLE_HEAD, pad_edge=False)
+    hours = plan.hours(sized, config, machine)
     for stage, needed in plan.memory(sized, config).items():
-        table.add_row(f"{stage} ({detail(stage, config)})", said(needed), fit(stage, needed, machine))
+        took = f"{hours[stage]:.2g}" + " a million tokens" * (stage == "evaluate") if stage in hours else ""
+        table.add_row(f"{stage} ({detail(stage, config)})", said(needed), fit(stage, needed, machine), took)
     return table
 
 

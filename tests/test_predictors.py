@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import pickletools
+import signal
 import subprocess
 import sys
 from fractions import Fraction
@@ -448,6 +449,29 @@ def test_a_run_that_was_killed_ends_where_it_would_have_ended(tmp_path):
 def test_training_stops_without_progress(tmp_path):
     trained = train_predictors(FakeCache(), config(epochs=9, learning_rate=1e-9, patience=1), tmp_path)
     assert trained.metrics["epochs"] < 9
+
+
+def test_a_slurm_job_trains_like_any_other(tmp_path, recwarn, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "srun").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    in_job = {"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "dejavu-train", "SLURM_JOB_ID": "1", "SLURM_LOCALID": "0"}
+    for key, value in (in_job | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_NODELIST": "node1"}).items():
+        monkeypatch.setenv(key, value)
+    seen = []
+
+    class Watch(Callback):
+        def on_train_start(self, trainer, module):
+            seen.append((type(trainer._accelerator_connector.cluster_environment).__name__, signal.getsignal(signal.SIGUSR1)))
+
+    before = signal.getsignal(signal.SIGUSR1)
+    train_predictors(FakeCache(), config(epochs=1), tmp_path, callbacks=[Watch()])
+    assert seen == [("LightningEnvironment", before)], "nothing is requeued by Lightning"
+    assert [str(warning.message) for warning in recwarn] == []
+    for key in in_job:
+        monkeypatch.delenv(key)
+    train_predictors(FakeCache(), config(epochs=1), tmp_path / "login")
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 def test_training_says_nothing_by_itself(tmp_path, capsys, recwarn, monkeypatch):

@@ -12,6 +12,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from pytorch_lightning.loggers import Logger
+from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import DDPStrategy
 
 from dejavu.activations.cache import ActivationCache
@@ -180,6 +181,7 @@ def _fit(
             accelerator="gpu" if pick_device(config.device).type == "cuda" else "cpu",
             devices=config.trainer.devices,
             strategy="auto" if config.trainer.devices == 1 else DDPStrategy(start_method="spawn"),
+            plugins=[LightningEnvironment()],  # in a Slurm job Lightning would requeue it, and so would the launcher
             use_distributed_sampler=False,
             max_epochs=config.trainer.epochs,
             max_steps=config.trainer.max_steps if config.trainer.max_steps > 0 else -1,

@@ -7,6 +7,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import Logger
+from pytorch_lightning.plugins.environments import LightningEnvironment
 from transformers import OPTForCausalLM
 
 from dejavu.errors import DataError
@@ -45,6 +46,7 @@ def fit(
         trainer = pl.Trainer(
             accelerator="auto" if config.device == "auto" else config.device,
             devices=1,
+            plugins=[LightningEnvironment()],
             max_steps=steps,
             gradient_clip_val=1.0,
             logger=loggers,

@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from dejavu.benchmark.engines import engines
-from dejavu.benchmark.floor import Bandwidth, shape_of, terms
+from dejavu.benchmark.floor import Bandwidth, terms
 from dejavu.decode import ops
 from dejavu.decode.weights import matrix
+from dejavu.models.families import shape_of
 from dejavu.predictors.network import ranks
 from dejavu.schema import Predictor
 
@@ -36,7 +37,7 @@ def main(model: str, storage: str, ratio: float, overlap: bool) -> None:
     shape, read_ranks = shape_of(architecture), ranks(architecture["hidden_size"], Predictor())
     spec = {
         "source": None, "architecture": architecture, "storage": storage, "ranks": read_ranks, "seed": 0,
-        "decode": {"kv": "lazy", "window": 16, "overlap": overlap}, "threads": THREADS,
+        "decode": {"kv": "lazy", "window": 16, "overlap": overlap}, "threads": THREADS, "head_unit": "head",
         "variants": [{"mlp": ratio, "heads": ratio}],
     }  # fmt: skip
     contender = engines(spec)[0]
@@ -55,7 +56,7 @@ def main(model: str, storage: str, ratio: float, overlap: bool) -> None:
     for header in ("part", "calls", "ms a token", "MB", "GB/s"):
         table.add_column(header, justify="left" if header == "part" else "right")
     total, known = float(np.mean(times)), 0.0
-    for name, calls, ms, size in parts(spent, read, shape.width, shape.neurons):
+    for name, calls, ms, size in parts(spent, read, shape):
         known += ms
         speed = f"{size / ms / 1e6:.1f}" if size else ""
         table.add_row(name, str(calls), f"{ms:.2f}", f"{size / 1e6:.0f}" if size else "", speed)
@@ -96,9 +97,11 @@ def second_halves_alone(engine, spent) -> None:  # type: ignore[no-untyped-def]
             spent[half.kind].append(-ms)
 
 
-def parts(spent, read, width: int, neurons: int):  # type: ignore[no-untyped-def]
+def parts(spent, read, shape):  # type: ignore[no-untyped-def]
     """(name, calls a token, milliseconds a token, bytes) of each part; halves of a body by their rows."""
-    halves = 4 * width / (4 * width + 2 * neurons)  # heads' share of a block's rows, both kept in the same share
+    width, neurons = shape.width, shape.neurons
+    rows = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+    halves = rows / (rows + shape.neuron_rows * neurons)  # heads' share of a block's rows, both kept in the same share
     sizes = {
         "heads": read.body * halves + read.cache, "mlp": read.body * (1 - halves),
         "project": read.predictors * width / (width + neurons), "choose": read.predictors * neurons / (width + neurons),

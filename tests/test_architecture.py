@@ -1,6 +1,7 @@
 """Imports go one way: a module imports only from those before it in the list of docs/architecture.md."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,23 @@ def test_nothing_of_ours_unpickles():
                     assert keywords.get("weights_only") == "True", f"{path}: torch.load without weights_only"
                 assert not call.startswith("pickle."), f"{path}: {call}"
                 assert keywords.get("allow_pickle") != "True" and keywords.get("trust_remote_code") != "True", path
+
+
+# The word by itself or in a class's name; names of models (opt-tiny, smollm2-135m) are data.
+FAMILY = re.compile(r"(?i:(?<![\w-])(?:llama|opt|smollm2)(?![\w-]))|\b(?:OPT|Llama)[A-Z][a-z]")
+NAMED_IN = {
+    *(f"pretraining/{name}.py" for name in ("card", "fit", "module", "muon", "tokenizer")),  # they make one
+    "stages/doctor.py",  # a published figure of one, and the make target that brings another
+}  # fmt: skip
+
+
+def test_no_family_is_named_outside_models():
+    found = {
+        str(path.relative_to(SOURCE)): FAMILY.findall(path.read_text())
+        for path in FILES
+        if path.relative_to(SOURCE).parts[0] != "models"
+    }
+    assert {path for path, names in found.items() if names} == NAMED_IN
+    assert FAMILY.findall("OPT's, LlamaConfig, llama") and not FAMILY.findall(
+        "opt-tiny, opt-1.3b, option, smollm2-135m"
+    )

@@ -9,28 +9,41 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tiny import tiny_opt
+from tiny import FAMILIES
 
 from dejavu.benchmark import peers, report
 from dejavu.benchmark.contenders import CTranslate2, DejaVu, HuggingFace, hugging_face_model
 from dejavu.benchmark.ctranslate2_files import convert, write_random
 from dejavu.benchmark.engines import engines
-from dejavu.benchmark.floor import Shape, largest_cache, shape_of, terms
+from dejavu.benchmark.floor import largest_cache, terms
 from dejavu.benchmark.measure import Times, fastest, measure, waves, worker
 from dejavu.decode.weights import Weights, random_weights
 from dejavu.errors import ConfigError, DataError
+from dejavu.models.families import shape_of
 from dejavu.schema import Config
 
 TINY = {
     "model_type": "opt", "hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 2,
     "num_attention_heads": 4, "ffn_dim": 64, "vocab_size": 96, "max_position_embeddings": 64,
 }  # fmt: skip
+TINY_GATED = {
+    "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 96, "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+TINIES = {"opt": TINY, "llama": TINY_GATED}
 DENSE, SPARSE = {"mlp": 0.0, "heads": 0.0}, {"mlp": 0.75, "heads": 0.5}
 PROMPT = [5, 9, 33, 7, 60]
 
 
+@pytest.fixture(params=TINIES)
+def architecture(request):
+    """The config of a tiny model of each family."""
+    return TINIES[request.param]
+
+
 def spec(family: str = "dejavu", storage: str = "float32", **values: object) -> dict[str, object]:
-    """A spec over the tiny shape."""
+    """A spec over a tiny shape, OPT's unless another is given."""
     found = peers.base(Config(), None, TINY, 1) | {"family": family, "storage": storage, "variants": [DENSE]}
     return {**found, "ranks": (8, 4), "attention": "eager", "compute_type": storage, "memory_mb": 500.0, **values}
 
@@ -46,14 +59,15 @@ def stored_bytes(weights: Weights) -> int:
 
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8"])
-def test_terms_are_the_bytes_that_are_stored(storage):
-    weights = random_weights(TINY, storage, ranks=(8, 4))
-    found = terms(shape_of(TINY), storage, 0, 0, None, 10, 4)
+def test_terms_are_the_bytes_that_are_stored(storage, architecture):
+    weights = random_weights(architecture, storage, ranks=(8, 4))
+    found = terms(shape_of(architecture), storage, 0, 0, None, 10, 4)
     assert found.body == stored_bytes(weights) and found.predictors == 0
     assert found.embedding == weights.embedding.bytes_per_row * 96
-    assert found.cache == 2 * 10 * 32 * 2 * 4  # layers, positions, width, keys and values, bytes
-    sparse = terms(shape_of(TINY), storage, 0.75, 0.75, (8, 4), 0, 4)
-    assert sparse.body == pytest.approx(found.body / 4)
+    assert found.cache == 2 * 10 * weights.kv_heads * 8 * 2 * 4  # layers, positions, groups, values, K and V, bytes
+    sparse = terms(shape_of(architecture), storage, 0.5, 0.5, (8, 4), 10, 4)
+    assert (sparse.body, sparse.cache) == (found.body / 2, found.cache / 2)
+    sparse = terms(shape_of(architecture), storage, 0.75, 0.75, (8, 4), 0, 4)
     halves = [
         (half.rows, predictor) for predictor in weights.predictors.values() for half in (predictor.down, predictor.up)
     ]
@@ -62,7 +76,8 @@ def test_terms_are_the_bytes_that_are_stored(storage):
 
 
 def test_terms_of_opt_1_3b_are_the_ones_in_the_cost_model():
-    found = terms(Shape(2048, 24, 32, 8192, 50_272), "bfloat16", 0.75, 0.75, (256, 256), 0, 4)
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32, "ffn_dim": 8192}
+    found = terms(shape_of({"model_type": "opt", **sizes}), "bfloat16", 0.75, 0.75, (256, 256), 0, 4)
     assert [round(part / 1e9, 2) for part in (found.body, found.predictors, found.embedding)] == [0.6, 0.15, 0.21]
     assert found.floor_ms(17) == pytest.approx(57, abs=1)
 
@@ -72,8 +87,19 @@ def test_waves_hold_what_fits_together():
     assert [[each["memory_mb"] for each in wave] for wave in waves(specs, 1000)] == [[400, 500], [300], [2000], [100]]
 
 
-def test_hugging_face_decodes_its_own_greedy_tokens():
-    model = tiny_opt()
+def test_heads_that_are_kept_or_left_out_in_groups_read_whole_groups():
+    """Of 9 heads in 3 groups half are kept: 5 heads that lie in 2 groups at least, or 2 whole groups."""
+    shape = shape_of({**TINY_GATED, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3})
+    single, grouped = (terms(shape, "int8", 1, 0.5, (4, 4), 7, 4, unit) for unit in ("head", "group"))
+    row = 576 + 4
+    assert single.body == 2 * row * 64 * 2 * (5 + 2) and grouped.body == 2 * row * 64 * 2 * (6 + 2)
+    assert single.cache == grouped.cache == 2 * 2 * 7 * 64 * 2 * 4
+    assert single.predictors - grouped.predictors == 2 * 4 * (9 - 3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hugging_face_decodes_its_own_greedy_tokens(family):
+    model = FAMILIES[family]()
     contender = HuggingFace(model, compiled=False)
     contender.start(PROMPT, room=8)
     tokens = [contender.token]
@@ -85,25 +111,27 @@ def test_hugging_face_decodes_its_own_greedy_tokens():
 
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16"])
-def test_random_peers_are_finite_and_of_their_type(storage):
-    model = hugging_face_model(spec("hf-eager", storage))
-    assert model.dtype == getattr(torch, storage) and model.lm_head.weight is model.model.decoder.embed_tokens.weight
+def test_random_peers_are_finite_and_of_their_type(storage, architecture):
+    model = hugging_face_model(spec("hf-eager", storage, architecture=architecture))
+    assert model.dtype == getattr(torch, storage) and model.lm_head.weight is model.get_input_embeddings().weight
     assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
     contender = HuggingFace(model, compiled=False)
     assert contender.start(PROMPT, 4) > 0 and len(contender.decode(3)) == 3
 
 
 @pytest.mark.parametrize("storage", ["float32", "int8"])
-def test_ctranslate2_reads_random_weights_and_waits_between_turns(tmp_path, storage):
-    write_random(shape_of(TINY), 64, tmp_path / "model", storage, seed=0)
+def test_ctranslate2_reads_random_weights_and_waits_between_turns(tmp_path, storage, architecture):
+    write_random(shape_of(architecture), tmp_path / "model", storage, seed=0)
     contender = CTranslate2(tmp_path / "model", storage, threads=1)
     for _ in range(2):
         assert contender.start(PROMPT, room=12) > 0
         assert len(contender.decode(4)) == len(contender.decode(4)) == 4 and contender.moments.empty()
 
 
-def test_ctranslate2_converts_a_model_and_says_the_same(tmp_path):
-    model = tiny_opt(vocab_size=96)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ctranslate2_converts_a_model_and_says_the_same(tmp_path, family):
+    slow = {"rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0}} if family == "llama" else {}
+    model = FAMILIES[family](vocab_size=96, **slow)
     model.save_pretrained(tmp_path / "source")
     convert(str(tmp_path / "source"), tmp_path / "model", "float32")
     generator = CTranslate2(tmp_path / "model", "float32", threads=1).generator
@@ -118,18 +146,18 @@ def test_a_vocabulary_that_ctranslate2_would_pad_is_refused(tmp_path):
         pass
 
 
-def test_variants_share_a_prompt_and_decode_as_if_each_had_read_it():
-    first, second = engines(spec(variants=[DENSE, SPARSE]))
+def test_variants_share_a_prompt_and_decode_as_if_each_had_read_it(architecture):
+    first, second = engines(spec(variants=[DENSE, SPARSE], architecture=architecture))
     first.start(PROMPT, 8)
     second.adopt(first)
-    alone = engines(spec(variants=[SPARSE]))[0]
+    alone = engines(spec(variants=[SPARSE], architecture=architecture))[0]
     alone.start(PROMPT, 8)
     for contender in (second, alone):
         assert isinstance(contender, DejaVu) and len(contender.decode(4)) == 4
     torch.testing.assert_close(second.logits, alone.logits, atol=1e-5, rtol=1e-5)
     used = second.engine.counters.used
     assert used == {"mlp": 4 * 2 * 16, "heads": 4 * 2 * 2}
-    assert second.engine.counters.rows["fc2"] == used["mlp"], "random weights are measured without skipping zeros"
+    assert second.engine.counters.rows["second"] == used["mlp"], "random weights are measured without skipping zeros"
 
 
 def test_random_sets_are_fresh_for_every_token():

@@ -2,18 +2,21 @@
 
 import numpy as np
 import pytest
+import torch
 from bundles import untrained_bundle
-from tiny import tiny_opt
+from tiny import FAMILIES, tiny_llama, tiny_opt
 
+from dejavu.decode import ops
 from dejavu.decode.build import make_engine
 from dejavu.errors import ConfigError, DataError
 from dejavu.models.families import anatomy
 from dejavu.models.load import LoadedModel, fingerprint
-from dejavu.schema import Config, Decode, Sparsity
+from dejavu.schema import KERNEL_DEVICES, Config, Decode, Sparsity
+from dejavu.sparsity.budget import make_budget
 
 
-def loaded(**overrides) -> LoadedModel:
-    model = tiny_opt(**overrides)
+def loaded(family=tiny_opt, **overrides) -> LoadedModel:
+    model = family(**overrides)
     return LoadedModel("tiny", model, None, anatomy(model))
 
 
@@ -59,5 +62,29 @@ def test_what_the_engine_does_not_have_is_refused():
         make_engine(loaded(), config("oracle"), None)
     with pytest.raises(ConfigError, match="rule=topk so far, not threshold"):
         make_engine(loaded(), config("predictor", rule="threshold"), None)
-    with pytest.raises(ConfigError, match="takes logits from the input embedding and tiny has another"):
-        make_engine(loaded(tie_word_embeddings=False), config("dense"), None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_device_without_kernels_is_told(family, monkeypatch):
+    own = loaded(family)
+    monkeypatch.setattr(LoadedModel, "device", torch.device("cuda"))
+    with pytest.raises(ConfigError, match="backend=kernel has no kernels for cuda, only for cpu: use device=cpu, or "):
+        make_engine(own, config("dense"), None)
+
+
+def test_the_devices_that_are_named_are_those_that_have_kernels():
+    """Every operator, and no other device of torch's."""
+    for name in ops.OPERATORS:
+        keys = {"cpu": "CPU", "cuda": "CUDA", "mps": "MPS", "xpu": "XPU"}
+        found = {device for device, key in keys.items() if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)}
+        assert found == set(KERNEL_DEVICES), name
+
+
+def test_heads_are_kept_in_whole_groups_where_they_are_asked_to_be():
+    """Of 4 heads in 2 groups a quarter is not computed: 3 heads, or both groups (2 * 0.75 rounds to 2)."""
+    for family, head_unit, kept in ((tiny_llama, "head", 3), (tiny_llama, "group", 4), (tiny_opt, "group", 3)):
+        sparsity = Sparsity("random", mlp=0, heads=0.25, head_unit=head_unit)
+        assert make_budget(sparsity, anatomy(family())).heads == (kept, kept)
+    chosen = make_engine(loaded(tiny_llama), config("random", ratio=0.5, head_unit="group"), None).chooser
+    sets = {tuple(chosen("heads", 0, 1)[0].tolist()) for _ in range(40)}
+    assert sets == {(0, 1), (2, 3)}, "each group is drawn, and no half of one"

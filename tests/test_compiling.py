@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from tiny import tiny_opt
 
-from dejavu.decode import kernels
+from dejavu.decode import attention, kernels
 from dejavu.decode.choosing import Predicted
 from dejavu.decode.engine import Engine
 from dejavu.decode.weights import random_weights
 from dejavu.schema import STORAGES
 from dejavu.sparsity.budget import Budget
 
-KERNELS = (kernels.mlp, kernels.attention, kernels.normed_project, kernels.choose_mlp)
+KERNELS = (kernels.mlp, attention.attention, kernels.normed_project, kernels.choose_mlp)
 
 SCRIPT = """
 import time

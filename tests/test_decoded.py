@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from bundles import untrained_bundle
-from tiny import tiny_opt
+from tiny import FAMILIES
 
 from dejavu.decode.build import make_engine
 from dejavu.errors import ConfigError
@@ -18,16 +18,22 @@ from dejavu.stages.inputs import check_backend
 CONTEXT = 64
 
 
-def loaded() -> LoadedModel:
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    """Makes a tiny model of each family."""
+    return FAMILIES[request.param]
+
+
+def loaded(family) -> LoadedModel:
     """Made anew for every scorer, since the engine takes the model's weights."""
-    model = tiny_opt()
+    model = family()
     return LoadedModel("tiny", model, None, anatomy(model))
 
 
 def settings(
-    selector: str, mlp: float = 0.5, heads: float = 0.5, backend: str = "kernel", batch_size: int = 16
+    selector: str, mlp: float = 0.5, heads: float = 0.5, backend: str = "kernel", batch_size: int = 16, **sparsity
 ) -> Config:
-    sparsity = Sparsity(selector, positions="decode", mlp=mlp, heads=heads)
+    sparsity = Sparsity(selector, positions="decode", mlp=mlp, heads=heads, **sparsity)
     return Config(sparsity=sparsity, decode=Decode(storage="float32", window=4), backend=backend, batch_size=batch_size)
 
 
@@ -38,9 +44,9 @@ def requests(count: int = 9) -> list[Request]:
     return [Request(random.integers(4, 90, a).tolist(), random.integers(4, 90, b).tolist()) for a, b in lengths]
 
 
-def scored(config: Config, bundle=None):
+def scored(family, config: Config, bundle=None):
     """Log-likelihoods and greedy flags of all requests, and what was measured."""
-    own = loaded()
+    own = loaded(family)
     scorer = make_scoring(own, config, bundle) if config.backend == "kernel" else make_scorer(own, config, bundle)
     with scorer.attached():
         results = scorer.score(requests())
@@ -48,16 +54,17 @@ def scored(config: Config, bundle=None):
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    return untrained_bundle(tiny_opt(), tmp_path_factory.mktemp("bundle") / "bundle")
+def bundle(tmp_path_factory, family):
+    return untrained_bundle(family(), tmp_path_factory.mktemp("bundle") / "bundle")
 
 
+@pytest.mark.parametrize("head_unit", ["head", "group"])
 @pytest.mark.parametrize("selector", ["dense", "static", "predictor"])
-def test_the_engine_scores_what_the_simulated_model_scores(selector, bundle):
+def test_the_engine_scores_what_the_simulated_model_scores(selector, head_unit, bundle, family):
     """Within 1e-4 a token; predictors decide alike as long as no unit is that near to the cut."""
     needed = None if selector == "dense" else bundle
-    found, measured = scored(settings(selector), needed)
-    expected, simulated = scored(settings(selector, backend="simulate"), needed)
+    found, measured = scored(family, settings(selector, head_unit=head_unit), needed)
+    expected, simulated = scored(family, settings(selector, backend="simulate", head_unit=head_unit), needed)
     for request, (value, greedy), (wanted, likeliest) in zip(requests(), found, expected, strict=True):
         assert value == pytest.approx(wanted, abs=1e-4 * len(request.continuation))
         assert greedy == likeliest
@@ -70,18 +77,20 @@ def test_the_engine_scores_what_the_simulated_model_scores(selector, bundle):
 
 
 @pytest.mark.parametrize("selector", ["dense", "static", "predictor"])
-def test_batches_give_what_single_sequences_give(selector, bundle):
+def test_batches_give_what_single_sequences_give(selector, bundle, family):
     """Also where the sets of a batch together are all of a layer, which at a crossover below 1 would run whole."""
     needed = None if selector == "dense" else bundle
-    (found, together), (expected, alone) = (scored(settings(selector, batch_size=size), needed) for size in (16, 1))
+    (found, together), (expected, alone) = (
+        scored(family, settings(selector, batch_size=size), needed) for size in (16, 1)
+    )
     assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=2e-3)
     together.pop("ms_per_token"), alone.pop("ms_per_token")
     assert together == alone
 
 
-def test_a_budget_that_leaves_nothing_out_is_dense(bundle):
-    found, measured = scored(settings("static", mlp=0, heads=0), bundle)
-    expected, _ = scored(settings("dense"))
+def test_a_budget_that_leaves_nothing_out_is_dense(bundle, family):
+    found, measured = scored(family, settings("static", mlp=0, heads=0), bundle)
+    expected, _ = scored(family, settings("dense"))
     assert found == expected and measured["sparse_token_share"] == 0
 
 
@@ -94,8 +103,8 @@ def test_batches_hold_every_request_once_and_fit_the_context():
         assert len(batch) <= 8 and sum(longest) - 1 <= CONTEXT
 
 
-def test_what_ran_is_timed_and_counted():
-    own = loaded()
+def test_what_ran_is_timed_and_counted(family):
+    own = loaded(family)
     scorer = EngineScorer(own, make_engine(own, settings("dense"), None), batch_size=4)
     assert scorer.measured()["ms_per_token"] == 0
     scorer.score([Request([5, 6], [7, 8, 9]), Request([5], [7])])
@@ -103,10 +112,10 @@ def test_what_ran_is_timed_and_counted():
     assert scorer.measured()["ms_per_token"] == 1000 * scorer.seconds / 2 > 0
 
 
-def test_positions_and_selectors_that_do_not_decode_are_refused():
+def test_positions_and_selectors_that_do_not_decode_are_refused(family):
     config = settings("static")
     config.sparsity.positions = "all"
     with pytest.raises(ConfigError, match=r"backend=kernel decodes, so it needs sparsity.positions=decode, not all"):
         check_backend("evaluate", config)
     with pytest.raises(ConfigError, match=r"backend=kernel has no selector oracle.*choose one of dense, predictor"):
-        make_scoring(loaded(), settings("oracle"), None)
+        make_scoring(loaded(family), settings("oracle"), None)

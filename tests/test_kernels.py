@@ -1,4 +1,7 @@
-"""The kernels, through torch's operators, against plain PyTorch over random shapes and sets, in every storage type."""
+"""The kernels, through torch's operators, against plain PyTorch over random shapes and sets, in every storage type.
+
+`gated` stands for the second kind of model: two rows a neuron, RMSNorm, grouped heads, rotary positions.
+"""
 
 import numpy as np
 import pytest
@@ -8,9 +11,10 @@ from hypothesis import strategies as st
 
 from dejavu.decode import ops, reference
 from dejavu.decode.storage import Rows, pack, unpack
-from dejavu.decode.vectors import best, layer_norm
-from dejavu.decode.weights import Norm, Projection, matrix, normed, normed_matrix
+from dejavu.decode.vectors import best, layer_norm, rms_norm
+from dejavu.decode.weights import NOTHING, Norm, Projection, matrix, normed, normed_matrix, turns
 from dejavu.errors import ConfigError
+from dejavu.models.anatomy import Rotary, plain_frequencies
 from dejavu.models.topk import top_k_mask
 from dejavu.schema import STORAGES
 
@@ -25,8 +29,15 @@ def projection(generator: torch.Generator, rows: int, columns: int, outputs: int
     return Projection(pack(weight, storage), torch.randn(outputs, generator=generator).numpy() * 0.1)
 
 
-def some_norm(generator: torch.Generator, width: int) -> Norm:
-    return Norm(*(torch.randn(width, generator=generator).numpy() for _ in range(2)), 1e-5)
+def first_projection(generator: torch.Generator, count: int, width: int, storage: str, gated: bool) -> Projection:
+    """W1 of a plain MLP, or of a gated one."""
+    part = projection(generator, 2 * count if gated else count, width, 2 * count if gated else count, storage)
+    return Projection(part.rows, part.bias.reshape(count, 2)) if gated else part
+
+
+def some_norm(generator: torch.Generator, width: int, rms: bool = False) -> Norm:
+    weight, bias = (torch.randn(width, generator=generator).numpy() for _ in range(2))
+    return Norm(weight, None if rms else bias, 1e-5)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, storage: str) -> None:
@@ -59,12 +70,13 @@ def run_mlp(x_BD, units, mask, norm, first, second, extra, skip=True) -> tuple[t
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.data(), st.sampled_from(STORAGES), st.sampled_from(BATCHES), st.booleans())
-def test_mlp_equals_the_reference(data, storage, batch, skip):
+@given(st.data(), st.sampled_from(STORAGES), st.sampled_from(BATCHES), st.booleans(), st.booleans())
+def test_mlp_equals_the_reference(data, storage, batch, skip, gated):
     width, count = data.draw(st.sampled_from([1, 7, 64, 515, 1100])), data.draw(st.sampled_from([1, 5, 64, 131]))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    first, second = (projection(generator, count, width, outputs, storage) for outputs in (count, width))
-    x_BD, norm = torch.randn(batch, width, generator=generator), some_norm(generator, width)
+    first = first_projection(generator, count, width, storage, gated)
+    second = projection(generator, count, width, width, storage)
+    x_BD, norm = torch.randn(batch, width, generator=generator), some_norm(generator, width, rms=gated)
     units, mask = some_units(data, count, batch)
     predictor = (some_norm(generator, width), projection(generator, 9, width, 9, storage))
     extra = data.draw(st.sampled_from([beside(storage), beside(storage, predictor, batch)]))
@@ -72,29 +84,35 @@ def test_mlp_equals_the_reference(data, storage, batch, skip):
     close(found, reference.mlp(x_BD, units, mask, norm, first, second), storage)
     if extra[-1].size:
         close(torch.from_numpy(extra[-1]), reference.project(x_BD, *predictor, relu=True), storage)
-    rows, bias = unpack(first.rows)[units], torch.from_numpy(first.bias)[units]
-    active = (torch.relu(reference.normed(x_BD, norm) @ rows.T + bias) * mask).gt(1e-2).any(0)
+    every = reference.activations(reference.normed(x_BD, norm), unpack(first.rows), torch.from_numpy(first.bias))
+    active = (every[:, units] * mask).abs().gt(1e-2).any(0)
     assert read[0] == len(units) and int(active.sum()) <= read[1] <= len(units)
     assert skip or read[1] == len(units)
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.data(), st.sampled_from(STORAGES), st.sampled_from(BATCHES))
-def test_attention_equals_the_reference_and_catches_up_on_pending_positions(data, storage, batch):
-    count, size, width = data.draw(st.sampled_from([1, 3, 8])), data.draw(st.sampled_from([4, 10])), 33
+@given(st.data(), st.sampled_from(STORAGES), st.sampled_from(BATCHES), st.booleans())
+def test_attention_equals_the_reference_and_catches_up_on_pending_positions(data, storage, batch, gated):
+    groups, size, width = data.draw(st.sampled_from([1, 3, 8])), data.draw(st.sampled_from([4, 10])), 33
+    count = groups * (data.draw(st.sampled_from([1, 3])) if gated else 1)
     length, pending = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    parts = [projection(generator, count * size, width, count * size, storage) for _ in range(3)]
-    output, norm = projection(generator, count * size, width, width, storage), some_norm(generator, width)
+    parts = [projection(generator, n * size, width, n * size, storage) for n in (count, groups, groups)]
+    output, norm = projection(generator, count * size, width, width, storage), some_norm(generator, width, rms=gated)
+    table = turns(Rotary(plain_frequencies(100.0, size), 1.2), 16) if gated else NOTHING
+    turns_PK = torch.from_numpy(table) if gated else None
     x_BTD = torch.randn(batch, length, width, generator=generator)
     start = np.random.default_rng(0).integers(0, length, batch)
     units, mask = some_units(data, count, batch)
     window, known = 8, max(0, length - pending)
     h_BTD = reference.normed(x_BTD, norm)
-    keys, values = (np.zeros((batch, count, length, size), np.float32) for _ in range(2))
+    keys, values = (np.zeros((batch, groups, length, size), np.float32) for _ in range(2))
+    place_BT = (torch.arange(length) - torch.from_numpy(start)[:, None]).clamp(min=0)
     for array, part in ((keys, parts[1]), (values, parts[2])):
-        every = h_BTD @ unpack(part.rows).T + torch.from_numpy(part.bias)
-        array[:, :, :known] = every.unflatten(-1, (count, size)).transpose(1, 2)[:, :, :known].numpy()
+        every = (h_BTD @ unpack(part.rows).T + torch.from_numpy(part.bias)).unflatten(-1, (groups, size))
+        if array is keys and turns_PK is not None:
+            every = reference.turned(every, turns_PK[place_BT][:, :, None])
+        array[:, :, :known] = every.transpose(1, 2)[:, :, :known].numpy()
     waiting = np.zeros((batch, window, width), np.int16 if storage == "int8" else np.float32)
     waiting_scale = np.ones((batch, window), np.float32)
     for b in range(batch):
@@ -102,19 +120,23 @@ def test_attention_equals_the_reference_and_catches_up_on_pending_positions(data
             h, slot = h_BTD[b, position].numpy(), position % window
             scale = np.abs(h).max() / 32_767 if storage == "int8" else 1.0
             waiting[b, slot], waiting_scale[b, slot] = np.rint(h / scale) if storage == "int8" else h, scale
-    filled, lengths = np.full((batch, count), known, np.int64), np.full(batch, length, np.int64)
+    filled, lengths = np.full((batch, groups), known, np.int64), np.full(batch, length, np.int64)
     sums, read = np.empty((THREADS, batch, width), np.float32), np.zeros((THREADS, 8), np.int64)
     x, flushed = x_BTD[:, -1].clone(), data.draw(st.booleans())
     bound = ops.Bound(
         "attention", *normed_matrix(norm, parts[0]), *matrix(parts[1]), *matrix(parts[2]), *matrix(output), keys,
         values, waiting, waiting_scale, start, lengths, filled, length if flushed else length + 1, 0,
-        np.float32(size**-0.5), sums, read, *beside(storage),
+        np.float32(size**-0.5), table, sums, read, *beside(storage),
     )  # fmt: skip
     ops.attention(x, units, mask, bound.number)
-    close(x, reference.attention(x_BTD, units, mask, norm, *parts, output, torch.from_numpy(start), size), storage)
+    start_B = torch.from_numpy(start)
+    close(x, reference.attention(x_BTD, units, mask, norm, *parts, output, start_B, size, turns_PK), storage)
     chosen, total = int(mask.sum()), read.sum(0)
     assert total[0] == chosen * size and total[2] == len(units) * size
-    assert total[1] == (batch * count if flushed else chosen) * 2 * size and (filled == length).sum() >= chosen
+    needed = {(b, int(units[n]) * groups // count) for b, n in mask.nonzero().tolist()}
+    completed = batch * groups if flushed else len(needed)
+    assert completed <= total[1] / (2 * size) <= completed + (batch if gated else 0), "two threads may share a group"
+    assert all(filled[place] == length for place in needed) and (filled == length).sum() >= completed
 
 
 @settings(max_examples=30, deadline=None)
@@ -159,7 +181,7 @@ def test_a_choosing_half_is_the_half_over_the_best_of_the_sequences_that_go_on(s
     scores, best_BK = np.empty((batch, count), np.float32), np.empty((batch, kept), np.int64)
     sums, read = np.empty((THREADS, batch, width), np.float32), np.zeros((THREADS, 8), np.int64)
     half = (*normed_matrix(norm, first), *matrix(second), True, sums, read, *beside(storage))
-    bound = ops.Bound("choose_mlp", (hidden.numpy(), scores, best_BK, active, *matrix(up), THREADS, True), half)
+    bound = ops.Bound("choose_mlp", (hidden.numpy(), scores, best_BK, active, *matrix(up), THREADS, True, 1), half)
     found = x_BD.clone()
     union = ops.choose_mlp(found, bound.number)
     mask = top_k_mask(torch.from_numpy(scores), kept) & torch.from_numpy(active)[:, None]
@@ -213,7 +235,7 @@ def test_wrong_shapes_types_and_layouts_are_refused_before_a_wrong_number():
         for case in cases:
             with pytest.raises(ValueError, match=f"^{name} must be a contiguous"):
                 run_mlp(*case, None, first, second, beside("float32"))
-    choice = (x.numpy(), x.numpy(), np.empty((2, 1), np.int64), np.ones(2, bool), *matrix(first), 2, True)
+    choice = (x.numpy(), x.numpy(), np.empty((2, 1), np.int64), np.ones(2, bool), *matrix(first), 2, True, 1)
     half = (*normed_matrix(None, first), *matrix(second), True, np.empty((2, 2, 6), np.float32))
     bound = ops.Bound("choose_mlp", choice, (*half, np.zeros((2, 8), np.int64), *beside("float32")))
     for case in (x.double(), x[:1], torch.ones(2, 7), torch.ones(6, 2).T):
@@ -233,10 +255,12 @@ def test_a_score_that_is_nan_is_told():
 
 def test_a_norm_of_what_is_not_finite_is_not_finite():
     norm = some_norm(torch.Generator().manual_seed(0), 64)
+    assert norm.bias_D is not None
     for bad in (np.nan, np.inf):
         x = np.ones((1, 64), np.float32)
         x[0, 9] = bad
         assert np.isnan(layer_norm(x, norm.weight_D, norm.bias_D, norm.epsilon)).any()
+        assert np.isnan(rms_norm(x, norm.weight_D, norm.epsilon)[0, 9])
 
 
 def test_what_cannot_be_right_is_refused():

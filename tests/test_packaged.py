@@ -10,6 +10,8 @@ import pytest
 import torch
 from tiny import tiny_llama
 
+from dejavu.decode.engine import Engine
+from dejavu.decode.weights import repack
 from dejavu.errors import ConfigError, DataError
 from dejavu.models import EMBEDDED
 from dejavu.models.load import from_gguf, load_model
@@ -145,6 +147,21 @@ def test_smollm2_is_the_model_it_says_it_is():
     assert parts.gated and not parts.relu and loaded.tokenizer.convert_ids_to_tokens(parts.separator) == "<|endoftext|>"
     ids = torch.tensor([loaded.tokenizer("The capital of France is")["input_ids"]])
     assert loaded.tokenizer.decode(loaded.model(input_ids=ids).logits[0, -1].argmax()).strip() == "Paris"
+
+
+@needs_smollm2
+def test_smollm2_decodes_what_transformers_decodes():
+    """200 greedy tokens in float32 and the logits behind each; the second opinion reads the whole text at once."""
+    loaded = load_model(Config(model=SMOLLM2))
+    ids = loaded.tokenizer("The capital of France is", add_special_tokens=False)["input_ids"]
+    engine = Engine(repack(loaded.model, "float32", free=False))
+    logits = [engine.prefill(np.array([ids]), capacity=len(ids) + 200)]
+    for _ in range(200):
+        ids = [*ids, int(logits[-1].argmax())]
+        logits.append(engine.step(np.array(ids[-1:])))
+    expected = loaded.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -201:]
+    torch.testing.assert_close(torch.cat(logits), expected, atol=1e-4, rtol=1e-4)
+    assert ids[-200:] == expected[:-1].argmax(-1).tolist()
 
 
 @needs_smollm2

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from bundles import untrained_bundle
-from tiny import tiny_llama, tiny_opt, tiny_opt_post_norm
+from tiny import FAMILIES, tiny_llama, tiny_opt, tiny_opt_post_norm
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 import dejavu
@@ -17,11 +17,25 @@ IDS = torch.randint(4, 90, (3, 9), generator=torch.Generator().manual_seed(0))
 NEW = 12
 
 
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    """Makes a tiny model of each family."""
+    return FAMILIES[request.param]
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory):
+    """Folders of runs that trained predictors, by what makes their model."""
+    folder = tmp_path_factory.mktemp("bundles")
+    for name, make in FAMILIES.items():
+        untrained_bundle(make(), folder / name / "bundle")
+    return {make: folder / name for name, make in FAMILIES.items()}
+
+
 @pytest.fixture
-def bundle(tmp_path):
-    """The folder of a run that trained predictors of `tiny_opt()`."""
-    untrained_bundle(tiny_opt(), tmp_path / "train" / "bundle")
-    return tmp_path / "train"
+def bundle(bundles):
+    """The one of `tiny_opt()`."""
+    return bundles[tiny_opt]
 
 
 def greedy(model, ids=IDS[:1], **settings):
@@ -36,8 +50,8 @@ def padded():
 
 
 @pytest.mark.parametrize("kv", ["lazy", "all"])
-def test_with_nothing_left_out_the_tokens_are_the_dense_models(kv):
-    model = tiny_opt()
+def test_with_nothing_left_out_the_tokens_are_the_dense_models(kv, family):
+    model = family()
     ids, mask = padded()
     alone, together = greedy(model), greedy(model, ids, attention_mask=mask)
     engine = dejavu.sparsify(model, kv=kv, window=4, **EXACT)
@@ -46,8 +60,8 @@ def test_with_nothing_left_out_the_tokens_are_the_dense_models(kv):
     assert engine.counters.tokens == (NEW - 1) * 4, "one sequence and then three; the first token is the prompt's"
 
 
-def test_padding_inferred_from_the_pad_token_gives_the_same():
-    model = tiny_opt()
+def test_padding_inferred_from_the_pad_token_gives_the_same(family):
+    model = family()
     ids, _ = padded()
     expected = model.generate(ids, do_sample=False, max_new_tokens=NEW, pad_token_id=1, eos_token_id=2)
     dejavu.sparsify(model, **EXACT)
@@ -55,10 +69,10 @@ def test_padding_inferred_from_the_pad_token_gives_the_same():
     assert torch.equal(found, expected)
 
 
-def test_as_many_units_are_used_as_were_asked_for(bundle):
-    model = tiny_opt()
+def test_as_many_units_are_used_as_were_asked_for(family, bundles):
+    model = family()
     dense = greedy(model)
-    engine = dejavu.sparsify(model, bundle, mlp=0.75, heads=0.5)
+    engine = dejavu.sparsify(model, bundles[family], mlp=0.75, heads=0.5)
     sparse = greedy(model)
     assert sparse.shape == dense.shape and not torch.equal(sparse, dense)
     steps = NEW - 1
@@ -66,19 +80,28 @@ def test_as_many_units_are_used_as_were_asked_for(bundle):
     assert torch.equal(greedy(model), sparse), "a second generation starts afresh"
 
 
-def test_overlap_and_lazy_keys_change_nothing_but_the_time(bundle):
+def test_heads_that_share_keys_are_used_together_where_that_is_asked_for(bundles):
+    model = tiny_llama()
+    engine = dejavu.sparsify(model, bundles[tiny_llama], mlp=0, heads=0.5, head_unit="group", kv="all")
+    greedy(model)
+    assert engine.counters.used["heads"] == (NEW - 1) * 2 * 2
+    sets = {tuple(half.choice.units_BK[0]) for half in engine.halves if half.choice is not None}
+    assert sets <= {(0,), (1,)}, "a predictor chooses one group of the two"
+
+
+def test_overlap_and_lazy_keys_change_nothing_but_the_time(family, bundles):
     tokens = []
     for settings in ({}, {"overlap": False}, {"kv": "all"}, {"window": 3}):
-        model = tiny_opt()
-        dejavu.sparsify(model, bundle, mlp=0.5, heads=0.5, storage="float32", **settings)
+        model = family()
+        dejavu.sparsify(model, bundles[family], mlp=0.5, heads=0.5, storage="float32", **settings)
         tokens.append(greedy(model, IDS))
     assert all(torch.equal(tokens[0], other) for other in tokens[1:])
 
 
-def test_sparse_tokens_do_not_depend_on_who_else_is_in_the_batch(bundle):
-    model = tiny_opt()
+def test_sparse_tokens_do_not_depend_on_who_else_is_in_the_batch(family, bundles):
+    model = family()
     ids, mask = padded()
-    dejavu.sparsify(model, bundle / "bundle", mlp=0.5, heads=0.5, storage="float32")
+    dejavu.sparsify(model, bundles[family] / "bundle", mlp=0.5, heads=0.5, storage="float32")
     together = greedy(model, ids, attention_mask=mask)
     for row, start in enumerate((0, 3, 8)):
         assert torch.equal(greedy(model, ids[row : row + 1, start:])[0], together[row, start:])
@@ -116,18 +139,18 @@ def test_sampling_streamers_processors_and_criteria_are_transformers_own(bundle)
     assert greedy(model, stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(12)])).shape[1] == 12
 
 
-def test_scores_are_returned_where_they_are_asked_for():
-    model = tiny_opt()
+def test_scores_are_returned_where_they_are_asked_for(family):
+    model = family()
     expected = greedy(model, return_dict_in_generate=True, output_logits=True)
     dejavu.sparsify(model, **EXACT)
     found = greedy(model, return_dict_in_generate=True, output_logits=True)
     torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), atol=1e-4, rtol=1e-4)
 
 
-def test_restore_leaves_the_model_bit_for_bit_as_it_was(bundle):
-    model = tiny_opt()
+def test_restore_leaves_the_model_bit_for_bit_as_it_was(family, bundles):
+    model = family()
     logits, tokens, attributes = model(IDS).logits, greedy(model), set(vars(model))
-    dejavu.sparsify(model, bundle)
+    dejavu.sparsify(model, bundles[family])
     assert torch.equal(model(IDS).logits, logits), "without a generation it is the dense model"
     assert torch.equal(model(IDS, use_cache=False, labels=IDS).logits, logits)
     greedy(model)
@@ -144,8 +167,8 @@ def test_a_forward_of_the_instance_that_was_there_before_comes_back():
     assert vars(model)["forward"] is own
 
 
-def test_steps_by_hand_are_the_dense_models():
-    model = tiny_opt()
+def test_steps_by_hand_are_the_dense_models(family):
+    model = family()
     expected = model(IDS).logits
     dejavu.sparsify(model, **EXACT)
     output = model(IDS[:, :5], cache=DynamicCache(), logits_to_keep=1)
@@ -248,9 +271,9 @@ def test_a_logit_that_is_not_finite_is_refused():
         (tiny_opt, {"predictors": "nowhere"}, DataError, "give the folder that `dejavu train` wrote"),
         (lambda: tiny_opt(1), {"predictors": "BUNDLE"}, DataError, "was trained on other weights"),
         (lambda: tiny_opt(ffn_dim=32), {"predictors": "BUNDLE"}, DataError, "64 neurons and this model has 32"),
-        (lambda: tiny_opt(tie_word_embeddings=False), EXACT, ConfigError, "another for its output"),
-        (tiny_opt_post_norm, EXACT, ConfigError, "post-norm OPT"),
-        (tiny_llama, EXACT, ConfigError, "not LlamaForCausalLM"),
+        (tiny_opt_post_norm, EXACT, ConfigError, "norms after each half"),
+        (lambda: tiny_opt().model, EXACT, ConfigError, "OPTForCausalLM or LlamaForCausalLM, not OPTModel"),
+        (tiny_opt, {**EXACT, "head_unit": "pair"}, ConfigError, "head_unit=pair is not known"),
     ],
 )
 def test_what_cannot_be_sparsified_is_refused_and_left_alone(model, settings, error, says, bundle):

@@ -33,6 +33,9 @@ def tiny_llama(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
     return _built(LlamaForCausalLM, LlamaConfig(**sizes), seed)
 
 
+FAMILIES = {"opt": tiny_opt, "llama": tiny_llama}  # what the engine decodes
+
+
 def _built(family: Any, config: Any, seed: int) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -19,6 +19,7 @@ POSITIONS = ("all", "decode", "last_fraction", "last")
 TAPS = ("overlap", "direct", "previous")
 STRATEGIES = ("auto", "ddp_spawn")
 PARTS = ("both", "mlp", "heads")
+HEAD_UNITS = ("head", "group")
 METHODS = ("loss", "recall", "uniform")
 BUDGETS = ("uniform", "calibrated")
 LABELS = ("contribution", "amount", "top", "nonzero")
@@ -31,6 +32,7 @@ TASK_KINDS = ("rolling", "token_perplexity", "continuation", "lm_eval")
 BENCHMARKS = ("winogrande", "openbookqa", "wikitext", "c4", "piqa", "copa", "rte", "cb", "lambada_openai")
 CORPORA = ("pydocs", "wikitext", "c4", "openbookqa", "mixture", "opt-tiny-text")
 BACKENDS = ("simulate", "kernel")
+KERNEL_DEVICES = ("cpu",)
 KERNEL_SELECTORS = ("dense", "predictor", "static", "random")
 STORAGES = ("float32", "bfloat16", "int8")
 CONTENDERS = ("hf-eager", "hf-compile", "ctranslate2", "dejavu")
@@ -88,6 +90,7 @@ class Sparsity:
     heads_schedule: list[Any] | None = None
     dense_layers: list[float] = field(default_factory=list)
     part: str = "both"
+    head_unit: str = "head"
     ratio: float | None = None
     point: str | None = None
 
@@ -332,6 +335,11 @@ def check(config: Config) -> None:
     one_of("sparsity.budget", sparsity.budget, BUDGETS)
     check_calibrate(config.calibrate)
     one_of("sparsity.part", sparsity.part, PARTS)
+    one_of("sparsity.head_unit", sparsity.head_unit, HEAD_UNITS)
+    if sparsity.head_unit == "group" and sparsity.budget == "calibrated":
+        raise ConfigError(
+            "sparsity.budget=calibrated counts single heads, so it needs sparsity.head_unit=head, not group"
+        )
     one_of("predictor.tap", predictor.tap, TAPS)
     one_of("trainer.strategy", trainer.strategy, STRATEGIES)
     if (trainer.strategy == "auto") != (trainer.devices == 1):
@@ -401,7 +409,7 @@ def check(config: Config) -> None:
         within("generate.top_p", config.generate.top_p, 1e-9, 1, "the probability that the tokens left share")
     within("generate.temperature", config.generate.temperature, 0, 100, "0 for greedy, else what logits are divided by")
     if config.backend == "kernel":
-        check_kernel(sparsity)
+        check_kernel(config)
     for name, task in config.tasks.run.items():
         one_of(f"tasks.run.{name}.kind", task.kind, TASK_KINDS)
         one_of(f"tasks.run.{name}.corpus", task.corpus, BENCHMARKS if task.kind == "lm_eval" else CORPORA)
@@ -461,8 +469,11 @@ def check_calibrate(calibrate: Calibrate) -> None:
         raise ConfigError(f"calibrate.tokens={calibrate.tokens} is out of range: it must be above 0")
 
 
-def check_kernel(sparsity: Sparsity) -> None:
-    """Raise ConfigError for a selector or rule that the engine that decodes does not have."""
+def check_kernel(config: Config) -> None:
+    """Raise ConfigError for a selector, a rule or a device that the engine that decodes does not have."""
+    sparsity = config.sparsity
+    if config.device != "auto":
+        check_kernel_device(config.device)
     if sparsity.selector not in KERNEL_SELECTORS:
         raise ConfigError(
             f"backend=kernel has no selector {sparsity.selector}, which needs every unit computed: choose one of "
@@ -470,6 +481,15 @@ def check_kernel(sparsity: Sparsity) -> None:
         )
     if sparsity.rule != "topk":
         raise ConfigError(f"backend=kernel knows sparsity.rule=topk so far, not {sparsity.rule}: use backend=simulate")
+
+
+def check_kernel_device(device: str) -> None:
+    """Raise ConfigError for a device that no kernels exist for."""
+    if device not in KERNEL_DEVICES:
+        raise ConfigError(
+            f"backend=kernel has no kernels for {device}, only for {', '.join(KERNEL_DEVICES)}: use "
+            f"device={KERNEL_DEVICES[0]}, or backend=simulate"
+        )
 
 
 def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:

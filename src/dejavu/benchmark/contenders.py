@@ -49,7 +49,7 @@ class HuggingFace:
     def _step(self, ids: list[int]) -> float:
         """Milliseconds of one forward pass over new tokens."""
         started = time.perf_counter()
-        # OPT derives positions from a mask; a static cache wants one over its whole length.
+        # Learned positions are derived from a mask; a static cache wants one over its whole length.
         positions = torch.arange(self.length, self.length + len(ids))[None]
         mask = torch.zeros(1, self.room if self.compiled else self.length + len(ids), dtype=torch.long)
         self.length += len(ids)

@@ -30,9 +30,8 @@ class FreshSets(DejaVu):
     def __init__(self, engine: Engine, seed: int) -> None:
         super().__init__(engine)
         self.calls, random, weights = 0, np.random.default_rng(seed), engine.weights
-        self.pool = {
-            kind: random.standard_normal((POOL, weights.units(kind)), dtype=np.float32) * LOUD for kind in KINDS
-        }
+        scored = {kind: len(weights.predictors[kind, 0].up.bias) for kind in KINDS}
+        self.pool = {kind: random.standard_normal((POOL, scored[kind]), dtype=np.float32) * LOUD for kind in KINDS}
 
     def prepare(self) -> None:
         """Draw the next token's sets; not timed."""
@@ -45,7 +44,7 @@ def engines(spec: dict[str, Any]) -> list[DejaVu]:
     """One contender for each of the spec's variants, {mlp, heads} NOT computed."""
     tap = "overlap"
     if spec["source"] is None:
-        weights = random_weights(spec["architecture"], spec["storage"], spec["ranks"], spec["seed"])
+        weights = random_weights(spec["architecture"], spec["storage"], spec["ranks"], spec["seed"], spec["head_unit"])
     else:
         weights = repack(pretrained_model(spec["source"], torch.float32), spec["storage"])
         if spec["bundle"] is not None:
@@ -53,24 +52,25 @@ def engines(spec: dict[str, Any]) -> list[DejaVu]:
             tap = str(bundle.config["tap"])
             for kind in KINDS:
                 for layer in bundle.layers:
-                    weights.predictors[kind, layer] = pack_predictor(bundle.predictor(kind, layer), weights.storage)
+                    together = weights.together(kind, spec["head_unit"])
+                    weights.predictors[kind, layer] = pack_predictor(
+                        bundle.predictor(kind, layer), weights.storage, together
+                    )
     decode, random = spec["decode"], spec["source"] is None
     made = [
         Engine(
-            weights, chooser(weights, variant, random), tap=tap, kv=decode["kv"], window=decode["window"],
-            threads=spec["threads"], overlap=decode["overlap"], skip_zeros=not random,
+            weights, chooser(weights, variant, random, spec["head_unit"]), tap=tap, kv=decode["kv"],
+            window=decode["window"], threads=spec["threads"], overlap=decode["overlap"], skip_zeros=not random,
         )
         for variant in spec["variants"]
     ]  # fmt: skip
     return [FreshSets(engine, spec["seed"]) if random else DejaVu(engine) for engine in made]
 
 
-def chooser(weights: Weights, variant: dict[str, float], random: bool) -> Predicted | None:
+def chooser(weights: Weights, variant: dict[str, float], random: bool, head_unit: str) -> Predicted | None:
     """The predictors' budget; None for the dense variant. Random hidden vectors are not skipped where they are zero."""
     if variant["mlp"] == variant["heads"] == 0:
         return None
-    layers = len(weights.blocks)
-    budget = Budget(
-        (kept(variant["mlp"], weights.neurons),) * layers, (kept(variant["heads"], weights.heads),) * layers
-    )
-    return Predicted(budget, skip_zeros=not random)
+    layers, together = len(weights.blocks), weights.together("heads", head_unit)
+    heads = together * kept(variant["heads"], weights.heads // together)
+    return Predicted(Budget((kept(variant["mlp"], weights.neurons),) * layers, (heads,) * layers), not random)

@@ -1,13 +1,13 @@
 """What decoding a token must read, and the time that takes at the memory's measured speed: the floor.
 
-Bytes: rows of q, k, v, o of the chosen heads and of fc1 and fc2 of the chosen neurons, predictors, output embedding,
-keys and values of the chosen heads. Rows that need not be read after all (neurons at zero) are counted as if they were.
+Bytes: rows of q and o of the chosen heads, of k and v of the fewest groups that they can lie in, of all matrices of the
+chosen neurons, predictors, output embedding, keys and values of those groups. Rows that need not be read after all
+(neurons at zero) are counted as if they were.
 """
 
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,33 +15,11 @@ import torch
 from dejavu.decode import ops
 from dejavu.decode.storage import Rows, in_large_pages
 from dejavu.decode.weights import normed
+from dejavu.models.shape import Shape
 from dejavu.models.topk import kept
 
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 SCALE = {"float32": 0, "bfloat16": 0, "int8": 4}  # bytes of a row's scale
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of an OPT model, as its config names them."""
-
-    width: int
-    layers: int
-    heads: int
-    neurons: int
-    vocabulary: int
-
-    @property
-    def head_dim(self) -> int:
-        return self.width // self.heads
-
-
-def shape_of(architecture: dict[str, Any]) -> Shape:
-    """The shape in a model's config."""
-    return Shape(
-        architecture["hidden_size"], architecture["num_hidden_layers"], architecture["num_attention_heads"],
-        architecture["ffn_dim"], architecture.get("vocab_size", 50_272),
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,29 +41,32 @@ class Terms:
 
 
 def terms(
-    shape: Shape, storage: str, mlp: float, heads: float, ranks: tuple[int, int] | None, positions: int, cached: int
-) -> Terms:
+    shape: Shape, storage: str, mlp: float, heads: float, ranks: tuple[int, int] | None, positions: int, cached: int,
+    head_unit: str = "head",
+) -> Terms:  # fmt: skip
     """Bytes of one token when the fractions `mlp` and `heads` are NOT computed and `positions` are cached.
 
     `ranks` of the predictors in the first layer and in all others, None without; `cached` bytes a value of keys and
     values.
     """
-    kept_neurons, kept_heads = kept(mlp, shape.neurons), kept(heads, shape.heads)
+    together = shape.together(head_unit)
+    kept_neurons, kept_heads = kept(mlp, shape.neurons), together * kept(heads, shape.heads // together)
+    kept_groups = shape.groups(kept_heads)
 
     def rows(count: int, columns: int) -> int:
         return count * (columns * BYTES[storage] + SCALE[storage])
 
-    body = rows(2 * kept_neurons + 4 * kept_heads * shape.head_dim, shape.width)
+    body = rows(shape.neuron_rows * kept_neurons + 2 * (kept_heads + kept_groups) * shape.head_dim, shape.width)
     predictors = 0
     if ranks is not None:
-        chosen = [units for ratio, units in ((mlp, shape.neurons), (heads, shape.heads)) if ratio > 0]
+        halves = ((mlp, shape.neurons), (heads, shape.heads // together))
         every = ranks[0] + (shape.layers - 1) * ranks[1]
-        predictors = sum(rows(every, shape.width) + rows(every, units) for units in chosen)
+        predictors = sum(rows(every, shape.width) + rows(every, units) for ratio, units in halves if ratio > 0)
     return Terms(
         body=shape.layers * body,
         predictors=predictors,
         embedding=rows(shape.vocabulary, shape.width),
-        cache=shape.layers * kept_heads * positions * shape.head_dim * 2 * cached,
+        cache=shape.layers * kept_groups * positions * shape.head_dim * 2 * cached,
     )
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from dejavu.benchmark.floor import shape_of
 from dejavu.errors import DataError
+from dejavu.models.families import shape_of
 
 Say = Callable[[str], None]
 SETTLE = 0.3  # seconds between turns: idle threads of the one before spin for up to 0.2 s

@@ -7,8 +7,9 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-from dejavu.benchmark.floor import BYTES, shape_of, terms
+from dejavu.benchmark.floor import BYTES, terms
 from dejavu.errors import ConfigError
+from dejavu.models.families import shape_of
 from dejavu.predictors.bundle import stored_ranks
 from dejavu.predictors.manifest import read_bundle_config
 from dejavu.predictors.network import ranks
@@ -60,7 +61,7 @@ def settings(family: str, config: Config) -> list[list[dict[str, Any]]]:
 def base(config: Config, source: str | None, architecture: dict[str, Any], threads: int) -> Spec:
     """What all specs share."""
     decode, bundle = config.decode, config.predictors if source is not None else None
-    read_ranks = ranks(architecture["hidden_size"], config.predictor)
+    read_ranks = ranks(shape_of(architecture).width, config.predictor)
     if bundle is not None:
         read_ranks = stored_ranks(read_bundle_config(bundle))
     return {
@@ -71,6 +72,7 @@ def base(config: Config, source: str | None, architecture: dict[str, Any], threa
         "seed": config.seed,
         "bundle": bundle,
         "ranks": read_ranks,
+        "head_unit": config.sparsity.head_unit,
         "decode": {"kv": decode.kv, "window": decode.window, "overlap": decode.overlap},
     }
 

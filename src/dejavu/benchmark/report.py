@@ -14,8 +14,9 @@ from rich.table import Table
 from dejavu.analysis.latency import latency
 from dejavu.analysis.readme import put
 from dejavu.analysis.tables import percent
-from dejavu.benchmark.floor import BYTES, largest_cache, shape_of, terms
+from dejavu.benchmark.floor import BYTES, largest_cache, terms
 from dejavu.benchmark.measure import Times
+from dejavu.models.families import shape_of
 from dejavu.tracking.files import by_rename
 
 COLUMNS = [
@@ -36,8 +37,9 @@ def row(times: Times, model: str, new_tokens: int, repeats: int) -> dict[str, An
     cached = 4 if spec["family"] in ("dejavu", "ctranslate2") else BYTES[spec["storage"]]
     positions = times.prompt_tokens + new_tokens * repeats // 2
     read = terms(
-        shape_of(spec["architecture"]), spec["storage"], variant["mlp"], variant["heads"], ranks, positions, cached
-    )
+        shape_of(spec["architecture"]), spec["storage"], variant["mlp"], variant["heads"], ranks, positions, cached,
+        spec["head_unit"],
+    )  # fmt: skip
     bandwidth = float(np.median(times.bandwidths)) if times.bandwidths else float("nan")
     q1, median, q3 = np.percentile(times.each, [25, 50, 75]) if times.each else [float("nan")] * 3
     sets = (

@@ -27,16 +27,13 @@ def build(spec: dict[str, Any], scratch: Path) -> list[Any]:
 
         return engines(spec)
     from dejavu.benchmark import contenders, ctranslate2_files
-    from dejavu.benchmark.floor import shape_of
+    from dejavu.models.families import shape_of
 
     if spec["family"] == "ctranslate2":
         contenders.refuse_vocabulary(shape_of(spec["architecture"]).vocabulary)
         folder = scratch / "model"
         if spec["source"] is None:
-            positions = spec["architecture"].get("max_position_embeddings", 2048)
-            ctranslate2_files.write_random(
-                shape_of(spec["architecture"]), positions, folder, spec["storage"], spec["seed"]
-            )
+            ctranslate2_files.write_random(shape_of(spec["architecture"]), folder, spec["storage"], spec["seed"])
         else:
             ctranslate2_files.convert(spec["source"], folder, spec["storage"])
         return [contenders.CTranslate2(folder, spec["compute_type"], spec["threads"])]

@@ -15,7 +15,7 @@ class Tokenizer(Protocol):
 def encode_documents(texts: Sequence[str], tokenizer: Tokenizer, separator: int) -> list[np.ndarray]:
     """Token ids of each text, int32, `separator` first.
 
-    The separator is put there by hand: tokenizers disagree on whether they add one (OPT's does, SmolLM2's does not).
+    The separator is put there by hand: tokenizers disagree on whether they add one.
     """
     return [np.array([separator, *ids], dtype=np.int32) for ids in token_ids(texts, tokenizer)]
 

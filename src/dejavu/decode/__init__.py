@@ -7,6 +7,6 @@ from dejavu.decode.compiling import FOLDER
 _before = numba.config.CACHE_DIR  # type: ignore[attr-defined]
 numba.config.CACHE_DIR = FOLDER  # type: ignore[attr-defined]  # read when a kernel is decorated
 try:
-    from dejavu.decode import kernels  # noqa: F401
+    from dejavu.decode import attention, kernels  # noqa: F401
 finally:
     numba.config.CACHE_DIR = _before  # type: ignore[attr-defined]

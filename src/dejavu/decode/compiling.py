@@ -17,7 +17,7 @@ import numba
 from filelock import FileLock
 
 _HERE = Path(__file__).parent
-_KERNELS = ("rows.py", "vectors.py", "kernels.py")
+_KERNELS = ("rows.py", "vectors.py", "kinds.py", "kernels.py", "attention.py")
 
 
 def _cache_folder() -> str:

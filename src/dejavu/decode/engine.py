@@ -1,17 +1,18 @@
 """Decoding token by token with only the chosen rows read.
 
-    x = embedding + position
+    x = embedding (+ learned position)
     for each block:
         A = heads chosen from an earlier tensor;    m = x + sum_{h in A} W_o[:, h] head_h + b_o
-        S = neurons chosen from an earlier tensor;  x = m + sum_{j in S} relu(.) W2[:, j] + b2
-    logits = embedding . norm(x)
+        S = neurons chosen from an earlier tensor;  x = m + sum_{j in S} a_j W2[:, j] + b2
+    logits = output embedding . norm(x)
 
 K and V exist for every head at every position, but those of a head that was not chosen are computed later (`kv=lazy`):
 the inputs of the last `window` positions are kept for each layer, a chosen head catches up before it attends, and once
-in a window all heads of a layer do. Layers do so at different tokens, so that none pays for all of them.
+in a window all heads of a layer do. Layers do so at different tokens, so that none pays for all of them. Heads that
+share keys and values catch up as one, and rotary positions turn a key by the position of its own input.
 
-Shape suffixes: B sequences, D width, H heads, K head_dim, T positions, N chosen units, L layers, W window, P threads,
-V vocabulary.
+Shape suffixes: B sequences, D width, H heads, G key/value groups, K head_dim, T positions, N chosen units, F neurons,
+L layers, W window, P threads, V vocabulary.
 """
 
 from collections.abc import Iterator
@@ -24,20 +25,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dejavu.decode import ops
+from dejavu.decode import ops, reference
 from dejavu.decode.choosing import Chooser, Predicted
 from dejavu.decode.plan import Half, State, make_plan, predicted
 from dejavu.decode.storage import unpack
-from dejavu.decode.weights import Block, Norm, Weights, normed
+from dejavu.decode.weights import Block, Weights, normed
 from dejavu.errors import ConfigError, DataError
 from dejavu.models.anatomy import KINDS
 
-ROWS = {"mlp": ("fc1", "fc2"), "heads": ("q", "kv", "o")}  # what the kernels of a kind count
+ROWS = {"mlp": ("first", "second"), "heads": ("q", "kv", "o")}  # what the kernels of a kind count
 
 
 @dataclass
 class Counters:
-    """Tokens, rows read by the kernels and units used, since the engine was made."""
+    """Tokens, rows read by the kernels and units used, since the engine was made.
+
+    `first`: neurons whose rows of W1 (gated: of both) were read. Keys and values that two threads share count twice.
+    """
 
     read_LPC: dict[str, np.ndarray]
     tokens: int = 0
@@ -105,38 +109,49 @@ class Engine:
         state = self.state
         state.start_B[:] = 0 if start_B is None else start_B
         state.length_B[:] = length
-        x_BTD = self._embedded(tokens_BT, np.maximum(np.arange(length)[None] - state.start_B[:, None], 0))
+        position_BT = np.maximum(np.arange(length)[None] - state.start_B[:, None], 0)
+        x_BTD = self._embedded(tokens_BT, position_BT)
         place = torch.arange(length)
         after_B11 = torch.from_numpy(state.start_B)[:, None, None]
         mask_BTT = (place[None, None, :] <= place[None, :, None]) & (place >= after_B11)
         mask_BTT |= torch.eye(length, dtype=torch.bool)  # padding attends to itself, so that nothing is NaN
-        room = torch.empty(0 if self.weights.storage == "float32" else self.weights.width * self.weights.neurons)
+        largest = max(self.weights.blocks[0].first.rows.data_RC.size, self.weights.blocks[0].queries.rows.data_RC.size)
+        room = torch.empty(0 if self.weights.storage == "float32" else largest)
+        turns_B1TK = None
+        if self.weights.turns.ndim == 2:
+            turns_B1TK = torch.from_numpy(self.weights.turns[position_BT])[:, None]
         for number, block in enumerate(self.weights.blocks):
-            x_BTD = self._dense_block(number, block, x_BTD, mask_BTT, room)
-        state.filled_LBH[:] = length
+            x_BTD = self._dense_block(number, block, x_BTD, mask_BTT, turns_B1TK, room)
+        state.filled_LBG[:] = length
         return self._logits(x_BTD[:, -1].contiguous())
 
     def continue_from(self, other: "Engine") -> None:
         """Take over what another engine with the same weights has read; nothing may be pending there."""
         self._allocate(other.state.batch, other.capacity, 1)
-        for name in ("keys_LBHTK", "values_LBHTK", "start_B", "length_B", "filled_LBH"):
+        for name in ("keys_LBGTK", "values_LBGTK", "start_B", "length_B", "filled_LBG"):
             getattr(self.state, name)[:] = getattr(other.state, name)
 
-    def _dense_block(self, number: int, block: Block, x_BTD: Tensor, mask_BTT: Tensor, room: Tensor) -> Tensor:
+    def _dense_block(
+        self, number: int, block: Block, x_BTD: Tensor, mask_BTT: Tensor, turns_B1TK: Tensor | None, room: Tensor
+    ) -> Tensor:
         """One block over the whole prompt, K and V of all heads stored; `room` holds one matrix at a time."""
         batch, length, _ = x_BTD.shape
-        shape = (batch, length, self.weights.heads, self.weights.head_dim)
-        h_BTD = normed_prompt(x_BTD, block.attention_norm)
+        h_BTD = reference.normed(x_BTD, block.attention_norm)
         q, k, v = (
-            F.linear(h_BTD, unpack(part.rows, room), torch.from_numpy(part.bias)).view(shape).transpose(1, 2)
+            F.linear(h_BTD, unpack(part.rows, room), torch.from_numpy(part.bias))
+            .view(batch, length, -1, self.weights.head_dim)
+            .transpose(1, 2)
             for part in (block.queries, block.keys, block.values)
         )
-        self.state.keys_LBHTK[number, :, :, :length] = k.numpy()
-        self.state.values_LBHTK[number, :, :, :length] = v.numpy()
-        heads = F.scaled_dot_product_attention(q, k, v, mask_BTT[:, None]).transpose(1, 2).flatten(2)
-        m_BTD = x_BTD + heads @ unpack(block.output.rows, room) + torch.from_numpy(block.output.bias)
-        h_BTD = normed_prompt(m_BTD, block.mlp_norm)
-        a_BTF = F.relu(F.linear(h_BTD, unpack(block.first.rows, room), torch.from_numpy(block.first.bias)))
+        q, k = (reference.turned(part, turns_B1TK) for part in (q, k))
+        self.state.keys_LBGTK[number, :, :, :length] = k.numpy()
+        self.state.values_LBGTK[number, :, :, :length] = v.numpy()
+        shared = self.weights.heads > self.weights.kv_heads
+        heads = F.scaled_dot_product_attention(q, k, v, mask_BTT[:, None], enable_gqa=shared)
+        x_BTE = heads.transpose(1, 2).flatten(2)
+        m_BTD = x_BTD + x_BTE @ unpack(block.output.rows, room) + torch.from_numpy(block.output.bias)
+        h_BTD = reference.normed(m_BTD, block.mlp_norm)
+        a_BTF = reference.activations(h_BTD, unpack(block.first.rows, room), torch.from_numpy(block.first.bias))
         return m_BTD + a_BTF @ unpack(block.second.rows, room) + torch.from_numpy(block.second.bias)
 
     def _allocate(self, batch: int, capacity: int, length: int) -> None:
@@ -150,9 +165,9 @@ class Engine:
             weights, self.chooser, self.tap, self.state, self.counters.read_LPC, self.threads, self.period,
             self.overlap, self.skip_zeros,
         )  # fmt: skip
-        no_bias = np.zeros(weights.embedding.shape[0], np.float32)
-        embedding = weights.embedding.data_RC, weights.embedding.scale_R, no_bias
-        self.bound_logits = ops.Bound("project", *normed(weights.final_norm), *embedding, False, self.threads)
+        no_bias = np.zeros(weights.output.shape[0], np.float32)
+        output = weights.output.data_RC, weights.output.scale_R, no_bias
+        self.bound_logits = ops.Bound("project", *normed(weights.final_norm), *output, False, self.threads)
 
     def step(self, tokens_B: np.ndarray, active_B: np.ndarray | None = None) -> Tensor:
         """Read one more token of every sequence; logits (B, V). Raises DataError when the cache is full.
@@ -166,7 +181,7 @@ class Engine:
         position_B = state.length_B - state.start_B
         state.length_B += 1
         ended_B = ~state.active_B
-        state.filled_LBH[:, ended_B] = state.length_B[ended_B, None]  # what has ended waits for nothing
+        state.filled_LBG[:, ended_B] = state.length_B[ended_B, None]  # what has ended waits for nothing
         x_BD = self._embedded(tokens_B[:, None], position_B[:, None])[:, 0].contiguous()
         active = int(state.active_B.sum())
         with kernel_threads(self.threads):
@@ -212,14 +227,15 @@ class Engine:
         half.operator(x_BD, torch.from_numpy(units_N), torch.from_numpy(mask_BN), half.bound.number)
 
     def _embedded(self, tokens_BT: np.ndarray, position_BT: np.ndarray) -> Tensor:
-        """Token and position embeddings, (B, T, D)."""
+        """Token embeddings, with learned positions theirs too, (B, T, D)."""
         rows, flat = self.weights.embedding, tokens_BT.reshape(-1)
         picked = type(rows)(rows.data_RC[flat], rows.scale_R[flat], rows.storage)
         x_BTD = unpack(picked).view(*tokens_BT.shape, -1)
-        return x_BTD + torch.from_numpy(self.weights.positions[position_BT])
+        learned = self.weights.positions
+        return x_BTD if learned is None else x_BTD + torch.from_numpy(learned[position_BT])
 
     def _logits(self, x_BD: Tensor) -> Tensor:
-        logits_BV = torch.empty(len(x_BD), self.weights.embedding.shape[0])
+        logits_BV = torch.empty(len(x_BD), self.weights.output.shape[0])
         ops.project(x_BD, logits_BV, self.bound_logits.number)
         return logits_BV
 
@@ -235,9 +251,3 @@ def kernel_threads(threads: int) -> Iterator[None]:
     finally:
         numba.set_num_threads(before)
         torch.set_num_threads(before_torch)
-
-
-def normed_prompt(x_BTD: Tensor, norm: Norm) -> Tensor:
-    """LayerNorm over a whole prompt."""
-    width = x_BTD.shape[-1:]
-    return F.layer_norm(x_BTD, width, torch.from_numpy(norm.weight_D), torch.from_numpy(norm.bias_D), norm.epsilon)

@@ -1,21 +1,22 @@
-"""The engine's loops on a CPU: predictor, MLP half and attention half of a block, output embedding.
+"""The engine's loops on a CPU: predictor, MLP half of a block, output embedding (`attention`: its attention half).
 
-No barrier is needed inside a half block: a thread that has a neuron's activation adds that neuron's column of fc2 at
-once, and a thread that has a head's output adds its columns of out_proj. Each thread adds into a sum of its own; the
+No barrier is needed inside a half block: a thread that has a neuron's activation adds that neuron's column of W2 at
+once, and a thread that has a head's output adds its columns of W_o. Each thread adds into a sum of its own; the
 sums are then added in the order of the threads, so the same number of threads gives the same bits. A half block is one
-parallel launch, a predictor two.
+parallel launch, a predictor two. What differs between kinds of models is in `kinds`.
 
 Shape suffixes: B sequences, D width, N chosen units (the union of the batch), U units, R rows, K head_dim, T positions,
-P threads, W pending positions, C counts. `mask_BN` says which sequence chose which unit. `w`, `s`, `b`: a stored
-matrix, the scales of its rows and a bias.
+P threads, W pending positions, C counts, G key/value groups. `mask_BN` says which sequence chose which unit. `w`, `s`,
+`b`: a stored matrix, the scales of its rows and a bias.
 """
 
 import numpy as np
 from numba import float32, njit, prange
 from numba.core.cpu_options import ParallelOptions
 
+from dejavu.decode.kinds import activation, normalised, products
 from dejavu.decode.rows import OPTIONS, add1, add4, dot4
-from dejavu.decode.vectors import add_partial, attend, best, layer_norm, operand
+from dejavu.decode.vectors import add_partial, best, operand
 
 # Numba would also spread array assignments over threads, each at the price of a launch.
 _NOT = ("comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion")
@@ -68,7 +69,7 @@ def project(x_BC, scale_B, w, s, b, relu, threads, out_BR):
 @njit(**OPTIONS)
 def normed_project(x_BD, out_BR, norm_weight, norm_bias, epsilon, w, s, b, relu, threads):
     """Rows times the normed vectors: the output embedding, a predictor's first half."""
-    h_BD, scale_B = operand(layer_norm(x_BD, norm_weight, norm_bias, epsilon), w)
+    h_BD, scale_B = operand(normalised(x_BD, norm_weight, norm_bias, epsilon), w)
     project(h_BD, scale_B, w, s, b, relu, threads, out_BR)
 
 
@@ -151,9 +152,9 @@ def union(units_BK, active_B, units):
 
 @njit(**OPTIONS)
 def some_neurons(first, last, units_N, mask_BN, h_BD, scale_B, w1, s1, b1, w2, s2, skip, sums_BD, read):
-    """One thread's neurons: rows of fc1, ReLU, rows of the transposed fc2 for those above zero.
+    """One thread's neurons: rows of W1, activation, rows of the transposed W2 for those that are not zero.
 
-    `read` counts rows of fc1 and of fc2 that were read.
+    `read` counts neurons whose rows of W1, and of W2, were read.
     """
     batch, width = sums_BD.shape
     rows_G, values_GB, kept = np.empty(BUFFER, dtype=np.int64), np.empty((BUFFER, batch), dtype=np.float32), 0
@@ -161,12 +162,12 @@ def some_neurons(first, last, units_N, mask_BN, h_BD, scale_B, w1, s1, b1, w2, s
         rows, after = four(units_N, place, last), four(units_N, place + 4, last)
         size = min(4, last - place)
         for b in range(batch):
-            found = dot4(w1, s1, rows, after, h_BD, b, scale_B[b])
+            found = products(w1, s1, b1, rows, after, h_BD, b, scale_B[b])
             for g in range(size):
-                value = found[g] + b1[rows[g]]
-                values_GB[kept + g, b] = value if value > 0 and mask_BN[b, place + g] else float32(0)
+                value = activation(found, g, b1, rows[g])
+                values_GB[kept + g, b] = value if mask_BN[b, place + g] else float32(0)
         target = kept
-        for g in range(size):  # neurons at zero for every sequence need no row of fc2
+        for g in range(size):  # neurons at zero for every sequence need no row of W2
             live = not skip
             for b in range(batch):
                 live |= values_GB[kept + g, b] != 0
@@ -188,16 +189,16 @@ def mlp(
     x_BD, units_N, mask_BN, norm_weight, norm_bias, epsilon, w1, s1, b1, w2, s2, b2, skip, sums_PBD, read_PC,
     tap_weight, tap_bias, tap_epsilon, wd, sd, bd, relu, hidden_BR,
 ):  # fmt: skip
-    """x += sum_{j in S} relu(W1[j] norm(x) + b1[j]) W2[:, j] + b2 for each sequence's own S.
+    """x += sum_{j in S} a_j W2[:, j] + b2 for each sequence's own S; a from W1, b1 and norm(x).
 
-    `skip`: columns of fc2 of neurons at zero are not read (latency with random weights is measured without).
+    `skip`: columns of W2 of neurons at zero are not read (latency with random weights is measured without).
     The arguments from `tap_weight` on are the first half of a predictor that reads x too; its rows stand in the same
     work list (`decode.overlap`; none: no rows).
     """
     threads, count = sums_PBD.shape[0], len(units_N)
-    h_BD, scale_B = operand(layer_norm(x_BD, norm_weight, norm_bias, epsilon), w1)
+    h_BD, scale_B = operand(normalised(x_BD, norm_weight, norm_bias, epsilon), w1)
     tap_BD, tap_scale_B = operand(
-        layer_norm(x_BD[: len(x_BD) if len(wd) else 0], tap_weight, tap_bias, tap_epsilon), wd
+        normalised(x_BD[: len(x_BD) if len(wd) else 0], tap_weight, tap_bias, tap_epsilon), wd
     )
     for p in prange(threads):
         first, last = count * p // threads, count * (p + 1) // threads
@@ -208,106 +209,28 @@ def mlp(
 
 
 @njit(**OPTIONS)
-def catch_up(first_row, begin, end, pending_WD, scale_W, w, s, bias, out_TK):
-    """A head's rows times its pending inputs at positions `begin` to `end`: its keys, or values, or newest query.
-
-    Rows outside, positions inside, so that a row is read once however many positions wait.
-    """
-    size, window = out_TK.shape[1], len(pending_WD)
-    last = first_row + size
-    for first in range(first_row, last, 4):
-        rows, after = neighbours(first, last), neighbours(first + 4, last)
-        slot = begin % window
-        for position in range(begin, end):
-            found = dot4(w, s, rows, after, pending_WD, slot, scale_W[slot])
-            for g in range(min(4, last - first)):
-                out_TK[position, first - first_row + g] = found[g] + bias[first + g]
-            slot = slot + 1 if slot + 1 < window else 0
-
-
-@njit(**OPTIONS)
-def due(heads_N, mask_BN, filled_BH, length_B, period, offset):
-    """(sequence, head) pairs, (count, 2), that catch up without being chosen: all heads of a layer once a period."""
-    pairs = np.empty((filled_BH.size, 2), dtype=np.int64)
-    count = 0
-    for b in range(len(length_B)):
-        if (length_B[b] + offset) % period != 0:
-            continue
-        chosen_H = np.zeros(filled_BH.shape[1], dtype=np.bool_)
-        for n in range(len(heads_N)):
-            chosen_H[heads_N[n]] |= mask_BN[b, n]
-        for head in range(filled_BH.shape[1]):
-            if not chosen_H[head] and filled_BH[b, head] < length_B[b]:
-                pairs[count, 0], pairs[count, 1] = b, head
-                count += 1
-    return pairs[:count]
-
-
-@njit(parallel=PRANGE_ONLY, **OPTIONS)
-def attention(
-    x_BD, heads_N, mask_BN, norm_weight, norm_bias, epsilon, wq, sq, bq, wk, sk, bk, wv, sv, bv, wo, so, bo,
-    keys_BHTK, values_BHTK, pending_BWD, pending_scale_BW, start_B, length_B, filled_BH, period, offset, scaling,
-    sums_PBD, read_PC, tap_weight, tap_bias, tap_epsilon, wd, sd, bd, relu, hidden_BR,
-):  # fmt: skip
-    """x += sum_{h in A} W_o[:, h] head_h + b_o for each sequence's own A at its newest position.
-
-    The newest normed input joins the pending ones. A chosen head first catches up on its keys and values; once in
-    `period` tokens all heads do. `read` counts rows of q, k and v together, and o. From `tap_weight` on: as in `mlp`.
-    """
-    threads, count, batch = sums_PBD.shape[0], len(heads_N), mask_BN.shape[0]
-    size, window = keys_BHTK.shape[3], pending_BWD.shape[1]
-    h_BD, scale_B = operand(layer_norm(x_BD, norm_weight, norm_bias, epsilon), wq)
-    for b in range(batch):
-        slot = (length_B[b] - 1) % window
-        pending_BWD[b, slot] = h_BD[b]
-        pending_scale_BW[b, slot] = scale_B[b]
-    tap_BD, tap_scale_B = operand(
-        layer_norm(x_BD[: len(x_BD) if len(wd) else 0], tap_weight, tap_bias, tap_epsilon), wd
-    )
-    late = due(heads_N, mask_BN, filled_BH, length_B, period, offset)
-    for p in prange(threads):
-        sums_PBD[p] = 0
-        query_TK, scores_T = np.empty((1, size), dtype=np.float32), np.empty(keys_BHTK.shape[2], dtype=np.float32)
-        out_K = np.empty(size, dtype=np.float32)
-        rows_K, values_KB = np.empty(size, dtype=np.int64), np.empty((size, batch), dtype=np.float32)
-        for n in range(count * p // threads, count * (p + 1) // threads):
-            head = heads_N[n]
-            values_KB[:] = 0
-            for b in range(batch):
-                if not mask_BN[b, n]:
-                    continue
-                begin, end = filled_BH[b, head], length_B[b]
-                keys_TK, values_TK = keys_BHTK[b, head], values_BHTK[b, head]
-                catch_up(head * size, begin, end, pending_BWD[b], pending_scale_BW[b], wk, sk, bk, keys_TK)
-                catch_up(head * size, begin, end, pending_BWD[b], pending_scale_BW[b], wv, sv, bv, values_TK)
-                filled_BH[b, head] = end
-                catch_up(head * size, ZERO, ONE, h_BD[b : b + 1], scale_B[b : b + 1], wq, sq, bq, query_TK)
-                attend(query_TK[0], keys_TK, values_TK, start_B[b], end, scaling, out_K, scores_T)
-                for k in range(size):
-                    values_KB[k, b] = out_K[k]
-                read_PC[p, 0] += size
-                read_PC[p, 1] += 2 * size
-            for k in range(size):
-                rows_K[k] = head * size + k
-            add_units(wo, so, rows_K, values_KB, size, ZERO, wo.shape[1], YES, sums_PBD[p])
-            read_PC[p, 2] += size
-        for pair in range(len(late) * p // threads, len(late) * (p + 1) // threads):
-            b, head = late[pair, 0], late[pair, 1]
-            begin, end = filled_BH[b, head], length_B[b]
-            catch_up(head * size, begin, end, pending_BWD[b], pending_scale_BW[b], wk, sk, bk, keys_BHTK[b, head])
-            catch_up(head * size, begin, end, pending_BWD[b], pending_scale_BW[b], wv, sv, bv, values_BHTK[b, head])
-            filled_BH[b, head] = end
-            read_PC[p, 1] += 2 * size
-        some_rows(p, threads, tap_BD, tap_scale_B, wd, sd, bd, relu, hidden_BR)
-    add_partial(sums_PBD, bo, x_BD)
+def spread(groups_N, mask_BN, together):
+    """Groups of neighbouring heads as those heads."""
+    heads_N = np.empty(len(groups_N) * together, dtype=np.int64)
+    heads_BN = np.empty((len(mask_BN), len(heads_N)), dtype=np.bool_)
+    for n in range(len(heads_N)):
+        heads_N[n] = groups_N[n // together] * together + n % together
+        for b in range(len(mask_BN)):
+            heads_BN[b, n] = mask_BN[b, n // together]
+    return heads_N, heads_BN
 
 
 @njit(**OPTIONS)
 def chosen(choice):
-    """Whether no score was NaN, and the union of the sets that a predictor chooses from its hidden vectors."""
-    hidden_BR, scores_BU, units_BK, active_B, w, s, b, threads, skip = choice
+    """Whether no score was NaN, and the union of the sets that a predictor chooses from its hidden vectors.
+
+    What it chooses may be groups of heads that are computed `together`.
+    """
+    hidden_BR, scores_BU, units_BK, active_B, w, s, b, threads, skip, together = choice
     fine = choose(hidden_BR, scores_BU, units_BK, w, s, b, threads, skip)
     units_N, mask_BN = union(units_BK, active_B, len(b))
+    if together > 1:
+        units_N, mask_BN = spread(units_N, mask_BN, together)
     return fine, units_N, mask_BN
 
 
@@ -319,13 +242,3 @@ def choose_mlp(x_BD, choice, half):
         return -1
     mlp(x_BD, units_N, mask_BN, *half)
     return len(units_N)
-
-
-@njit(**OPTIONS)
-def choose_attention(x_BD, choice, half):
-    """`attention` over the heads that a predictor chooses, in one call; how many they are, -1 for a NaN."""
-    fine, heads_N, mask_BN = chosen(choice)
-    if not fine:
-        return -1
-    attention(x_BD, heads_N, mask_BN, *half)
-    return len(heads_N)

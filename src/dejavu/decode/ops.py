@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, library
 
 from dejavu.decode import kernels
+from dejavu.decode.attention import attention as attention_kernel
+from dejavu.decode.attention import choose_attention as choose_attention_kernel
 from dejavu.decode.compiling import compile_for
 
 _operators = library.Library("dejavu", "DEF")
@@ -35,11 +37,11 @@ _FLOATS, _UNITS, _MASK = numba.float32[:, ::1], numba.int64[::1], numba.boolean[
 # The kernel of each operator, and the types of the arguments that come with a call.
 _KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "mlp": (kernels.mlp, (_FLOATS, _UNITS, _MASK)),
-    "attention": (kernels.attention, (_FLOATS, _UNITS, _MASK)),
+    "attention": (attention_kernel, (_FLOATS, _UNITS, _MASK)),
     "project": (kernels.normed_project, (_FLOATS, _FLOATS)),
     "choose": (kernels.choose, (_FLOATS, _FLOATS, numba.int64[:, ::1])),
     "choose_mlp": (kernels.choose_mlp, (_FLOATS,)),
-    "choose_attention": (kernels.choose_attention, (_FLOATS,)),
+    "choose_attention": (choose_attention_kernel, (_FLOATS,)),
 }
 _numbers = itertools.count()
 _bound: dict[int, tuple[Any, ...]] = {}
@@ -87,7 +89,7 @@ def _mlp(x: Tensor, units: Tensor, mask: Tensor, bound: int) -> None:
 
 def _attention(x: Tensor, units: Tensor, mask: Tensor, bound: int) -> None:
     _check_half(x, units, mask, _bound[bound])
-    kernels.attention(x.numpy(), units.numpy(), mask.numpy(), *_bound[bound])
+    attention_kernel(x.numpy(), units.numpy(), mask.numpy(), *_bound[bound])
 
 
 def _project(x: Tensor, out: Tensor, bound: int) -> None:
@@ -113,12 +115,13 @@ def _choose_mlp(x: Tensor, bound: int) -> int:
 def _choose_attention(x: Tensor, bound: int) -> int:
     choice, half = _bound[bound]
     _check("x", x, torch.float32, len(choice[0]), half[_MATRIX].shape[1])
-    return int(kernels.choose_attention(x.numpy(), choice, half))
+    return int(choose_attention_kernel(x.numpy(), choice, half))
 
 
 _IMPLEMENTATIONS = {
     "mlp": _mlp, "attention": _attention, "project": _project, "choose": _choose, "choose_mlp": _choose_mlp,
     "choose_attention": _choose_attention,
 }  # fmt: skip
+OPERATORS = tuple(f"dejavu::{name}" for name in _IMPLEMENTATIONS)
 for _name, _implementation in _IMPLEMENTATIONS.items():
     _operators.impl(_name, _implementation, "CPU")

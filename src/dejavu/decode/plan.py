@@ -1,7 +1,7 @@
 """What an engine holds for a batch: keys, values and waiting inputs, and the half blocks in the order they run.
 
 Everything that stays from token to token is bound to the operators here, once, so that a token costs few steps in
-Python. Shape suffixes as in `engine`; R a predictor's rank, U units.
+Python. Shape suffixes as in `engine`; R a predictor's rank, U what it scores.
 """
 
 from dataclasses import dataclass, field
@@ -55,13 +55,13 @@ class State:
 
     def __init__(self, weights: Weights, batch: int, room: int, window: int) -> None:
         layers, width = len(weights.blocks), weights.width
-        shape = (layers, batch, weights.heads, room, weights.head_dim)
-        self.keys_LBHTK, self.values_LBHTK = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        shape = (layers, batch, weights.kv_heads, room, weights.head_dim)
+        self.keys_LBGTK, self.values_LBGTK = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
         kind = np.int16 if weights.storage == "int8" else np.float32
         self.pending_LBWD = np.zeros((layers, batch, window, width), kind)
         self.pending_scale_LBW = np.ones((layers, batch, window), np.float32)
         self.start_B, self.length_B = np.zeros(batch, np.int64), np.zeros(batch, np.int64)
-        self.filled_LBH = np.zeros((layers, batch, weights.heads), np.int64)
+        self.filled_LBG = np.zeros((layers, batch, weights.kv_heads), np.int64)
         self.active_B = np.ones(batch, bool)
 
     @property
@@ -113,11 +113,11 @@ def make_plan(
             half = Half(kind, layer, ops.Bound(OPERATORS[kind][0], *rest))
             half.first = [choices[reader] for reader in readers if reader != beside]
             if place in kept:
-                choice, up = choices[place], weights.predictors[place].up
+                choice, predictor = choices[place], weights.predictors[place]
                 half.choice = choice
                 asked = (
-                    choice.hidden_BR, choice.scores_BU, choice.units_BK, state.active_B, *matrix(up), threads,
-                    chooser.skip_zeros,
+                    choice.hidden_BR, choice.scores_BU, choice.units_BK, state.active_B, *matrix(predictor.up),
+                    threads, chooser.skip_zeros, predictor.together,
                 )  # fmt: skip
                 half.choosing = ops.Bound(OPERATORS[kind][1], asked, rest)
             halves.append(half)
@@ -125,10 +125,10 @@ def make_plan(
 
 
 def _choice(weights: Weights, place: Place, kept: int, batch: int, threads: int) -> Choice:
-    predictor, units = weights.predictors[place], weights.units(place[0])
+    predictor = weights.predictors[place]
     return Choice(
-        np.zeros((batch, predictor.down.rows.shape[0]), np.float32), np.empty((batch, units), np.float32),
-        np.empty((batch, kept), np.int64),
+        np.zeros((batch, predictor.down.rows.shape[0]), np.float32),
+        np.empty((batch, len(predictor.up.bias)), np.float32), np.empty((batch, kept // predictor.together), np.int64),
         ops.Bound("project", *normed_matrix(predictor.norm, predictor.down), predictor.relu, threads),
     )  # fmt: skip
 
@@ -139,9 +139,9 @@ def _attention(
     block = weights.blocks[layer]
     return (
         *normed_matrix(block.attention_norm, block.queries), *matrix(block.keys), *matrix(block.values),
-        *matrix(block.output), state.keys_LBHTK[layer], state.values_LBHTK[layer], state.pending_LBWD[layer],
-        state.pending_scale_LBW[layer], state.start_B, state.length_B, state.filled_LBH[layer], period, layer,
-        np.float32(weights.head_dim**-0.5), sums_PBD, read_PC,
+        *matrix(block.output), state.keys_LBGTK[layer], state.values_LBGTK[layer], state.pending_LBWD[layer],
+        state.pending_scale_LBW[layer], state.start_B, state.length_B, state.filled_LBG[layer], period, layer,
+        np.float32(weights.head_dim**-0.5), weights.turns, sums_PBD, read_PC,
     )  # fmt: skip
 
 

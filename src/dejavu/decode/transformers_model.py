@@ -1,4 +1,4 @@
-"""`sparsify(model)`: a loaded OPT of transformers whose `generate` decodes with the engine; `restore(model)` undoes it.
+"""`sparsify(model)`: a loaded model whose own `generate` decodes with the engine; `restore(model)` undoes it.
 
 Only the forward pass of a generation is replaced: sampling, processors, criteria, streamers and padding stay
 transformers' own. A forward pass without a cache is the dense model's, as before.
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import OPTForCausalLM
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -19,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from dejavu.decode.build import make_engine
 from dejavu.decode.engine import Engine
 from dejavu.errors import ConfigError, DataError
-from dejavu.models.families import anatomy
+from dejavu.models.families import MODELS, anatomy, supported
 from dejavu.models.load import LoadedModel
 from dejavu.predictors.bundle import Bundle, load_bundle
 from dejavu.predictors.manifest import CONFIG
@@ -40,17 +39,19 @@ def sparsify(
     window: int = 16,
     overlap: bool = True,
     threads: int | None = None,
+    head_unit: str = "head",
 ) -> Engine:
     """Let `model.generate` decode without the fractions `mlp` of the neurons and `heads` of the heads; the engine.
 
-    model: a loaded OPTForCausalLM of the pre-norm kind on the CPU. The engine keeps a copy of its weights in `storage`,
-    taken now. predictors: what `dejavu train` wrote; none is needed where nothing is left out.
+    model: a loaded causal LM of a family in `dejavu.models`, on the CPU. The engine keeps a copy of its weights in
+    `storage`, taken now. predictors: what `dejavu train` wrote; none is needed where nothing is left out. head_unit:
+    "group" keeps or leaves out heads that share keys and values together.
     Raises ConfigError for what the engine does not do, DataError for predictors that are not this model's.
     """
     if hasattr(model, STANDING):
         raise ConfigError("this model is sparsified already: call dejavu.restore(model) first")
-    if not isinstance(model, OPTForCausalLM):
-        raise ConfigError(f"sparsify takes a loaded OPTForCausalLM, not {type(model).__name__}")
+    if not supported(model):
+        raise ConfigError(f"sparsify takes a loaded {' or '.join(MODELS)}, not {type(model).__name__}")
     if backend != "kernel":
         raise ConfigError(f"sparsify has no backend {backend!r}, only 'kernel': simulate is for dejavu evaluate")
     whole = mlp == heads == 0
@@ -62,7 +63,13 @@ def sparsify(
     # No crossover: what a text says must not depend on how much the others in its batch make a layer read.
     decode = Decode(storage=storage, kv=kv, window=window, threads=threads, overlap=overlap, crossover=1.0)
     config = Config(
-        sparsity=Sparsity("dense" if predictors is None else "predictor", positions="decode", mlp=mlp, heads=heads),
+        sparsity=Sparsity(
+            "dense" if predictors is None else "predictor",
+            positions="decode",
+            mlp=mlp,
+            heads=heads,
+            head_unit=head_unit,
+        ),
         decode=decode,
         backend=backend,
     )

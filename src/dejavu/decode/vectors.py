@@ -34,6 +34,21 @@ def layer_norm(x_BD, weight_D, bias_D, epsilon):
     return out_BD
 
 
+@njit(**STRICT)
+def rms_norm(x_BD, weight_D, epsilon):
+    """RMSNorm of each row, its sum in float64."""
+    batch, width = x_BD.shape
+    out_BD = np.empty((batch, width), dtype=np.float32)
+    for b in range(batch):
+        square = 0.0
+        for d in range(width):
+            square += x_BD[b, d] * x_BD[b, d]
+        factor = 1.0 / np.sqrt(square / width + epsilon)
+        for d in range(width):
+            out_BD[b, d] = float32(x_BD[b, d] * factor) * weight_D[d]
+    return out_BD
+
+
 def operand(h_BD, data_RC):
     """What rows of a stored matrix are multiplied with, and the scale of each: int8 rows want 16-bit integers.
 

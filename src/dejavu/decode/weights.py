@@ -1,8 +1,8 @@
 """A model's weights as the engine reads them: every matrix as `Rows`, what one unit needs side by side.
 
 Layers are repacked one by one and the originals freed, so that memory never holds the model twice; with random weights
-they are made in the storage type at once. Shape suffixes: D width, F neurons, E = heads * head_dim, V vocabulary, R
-rank, P positions.
+they are made in the storage type at once. Shape suffixes: D width, F neurons, K head_dim, E = heads * head_dim,
+G = key/value heads * head_dim, V vocabulary, R rank, P positions.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,9 @@ from torch import nn
 
 from dejavu.decode.storage import Rows, in_large_pages, pack
 from dejavu.errors import ConfigError
-from dejavu.models.anatomy import KINDS
+from dejavu.models.anatomy import KINDS, Anatomy, Decoding, Rotary, plain_frequencies
+from dejavu.models.families import anatomy, shape_of
+from dejavu.models.shape import Shape
 from dejavu.predictors.network import Predictor
 
 Vector = np.ndarray
@@ -23,16 +25,19 @@ NOTHING = np.zeros(0, np.float32)
 
 @dataclass(frozen=True)
 class Norm:
-    """LayerNorm's weight and bias, (D,) each."""
+    """LayerNorm's weight and bias, (D,) each; RMSNorm has no bias."""
 
     weight_D: Vector
-    bias_D: Vector
+    bias_D: Vector | None
     epsilon: float
 
 
 @dataclass(frozen=True)
 class Projection:
-    """A matrix and its bias; a transposed one (fc2, out_proj) has as many rows as it has inputs."""
+    """A matrix and its bias; a transposed one (W2, W_o) has as many rows as it has inputs.
+
+    Of a gated MLP's first one, rows 2j and 2j + 1 are neuron j's, and the bias is (F, 2).
+    """
 
     rows: Rows
     bias: Vector
@@ -55,26 +60,30 @@ def normed_matrix(norm: Norm | None, part: Projection) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Block:
-    """One transformer block of OPT's kind."""
+    """One transformer block with its norms before each half."""
 
     attention_norm: Norm
     queries: Projection  # (E, D)
-    keys: Projection
-    values: Projection
+    keys: Projection  # (G, D)
+    values: Projection  # (G, D)
     output: Projection  # W_o transposed, (E, D)
     mlp_norm: Norm
-    first: Projection  # fc1, (F, D)
-    second: Projection  # fc2 transposed, (F, D)
+    first: Projection  # W1, (F, D); gated: gate and up, (2 F, D)
+    second: Projection  # W2 transposed, (F, D)
 
 
 @dataclass(frozen=True)
 class PackedPredictor:
-    """A predictor's norm (None: it has none) and its two matrices."""
+    """A predictor's norm (None: it has none) and its two matrices.
+
+    What it chooses may be groups of heads `together`: its scores are then sums of theirs.
+    """
 
     norm: Norm | None
     down: Projection  # (R, D)
     up: Projection  # transposed, (R, units)
     relu: bool
+    together: int = 1
 
 
 @dataclass
@@ -82,10 +91,14 @@ class Weights:
     """All that decoding reads."""
 
     heads: int
+    kv_heads: int
     head_dim: int
+    context: int
     storage: str
-    embedding: Rows  # (V, D): looked up on the way in, multiplied on the way out
-    positions: np.ndarray  # (P, D)
+    embedding: Rows  # (V, D), looked up on the way in
+    output: Rows  # (V, D), multiplied on the way out: the same, or another
+    positions: np.ndarray | None  # learned ones, (P, D), added to the embedding
+    turns: np.ndarray  # of rotary ones the cosines and sines, (P, K); of others nothing, (0,)
     final_norm: Norm
     blocks: list[Block]
     predictors: dict[tuple[str, int], PackedPredictor]
@@ -96,121 +109,214 @@ class Weights:
 
     @property
     def neurons(self) -> int:
-        return self.blocks[0].first.rows.shape[0]
-
-    @property
-    def context(self) -> int:
-        return len(self.positions)
+        return self.blocks[0].second.rows.shape[0]
 
     def units(self, kind: str) -> int:
         """Units of a kind in one layer."""
         return self.neurons if kind == "mlp" else self.heads
 
+    def together(self, kind: str, head_unit: str) -> int:
+        """How many neighbouring units of a kind are chosen as one."""
+        return self.heads // self.kv_heads if kind == "heads" and head_unit == "group" else 1
+
 
 def repack(model: Any, storage: str, free: bool = True) -> Weights:
-    """Weights of a loaded OPT of the pre-norm kind; its own are freed layer by layer unless `free` is off.
+    """Weights of a loaded model; its own are freed layer by layer unless `free` is off.
 
     Raises ConfigError for a model that the kernels do not know.
     """
-    config = model.config
-    pre_norm = getattr(config, "do_layer_norm_before", False)
-    if config.model_type != "opt" or not pre_norm or config.word_embed_proj_dim != config.hidden_size:
-        what = "post-norm OPT (opt-350m)" if config.model_type == "opt" else f"models of type {config.model_type}"
+    parts = anatomy(model)
+    besides = known(parts)
+    embedding, head = pack(besides.embedding.weight, storage), model.get_output_embeddings()
+    output = embedding if head.weight is besides.embedding.weight else pack(head.weight, storage)
+    blocks = [
+        Block(
+            attention_norm=norm(attention.norm),
+            queries=projection(attention.queries, storage, free),
+            keys=projection(attention.keys, storage, free),
+            values=projection(attention.values, storage, free),
+            output=projection(block.attention_output, storage, free, transposed=True),
+            mlp_norm=norm(block.mlp_norm),
+            first=projection(block.mlp_input, storage, free)
+            if block.mlp_up is None
+            else side_by_side(block.mlp_input, block.mlp_up, storage, free),
+            second=projection(block.mlp_output, storage, free, transposed=True),
+        )
+        for block, attention in zip(parts.blocks, besides.attention, strict=True)
+    ]
+    learned = besides.learned_positions
+    return Weights(
+        heads=parts.heads,
+        kv_heads=parts.kv_heads,
+        head_dim=parts.head_dim,
+        context=parts.context,
+        storage=storage,
+        embedding=embedding,
+        output=output,
+        positions=None if learned is None else copied(learned),
+        turns=turns(besides.rotary, parts.context),
+        final_norm=norm(besides.final_norm),
+        blocks=blocks,
+        predictors={},
+    )
+
+
+def known(parts: Anatomy) -> Decoding:
+    """What the engine reads of a model besides its points. Raises ConfigError for one that the kernels do not know."""
+    besides, has = parts.decoding, None
+    if besides is None:
+        has = "other parts"
+    elif parts.post_norm or besides.embedding.embedding_dim != parts.width:
+        has = "its norms after each half (post-norm)"
+    elif besides.activation != ("silu" if parts.gated else "relu"):
+        has = f"a {'gated' if parts.gated else 'plain'} MLP with {besides.activation}"
+    elif besides.rotary is not None and not besides.rotary.fixed:
+        has = "rotary positions that depend on the length of the text"
+    if besides is None or has is not None:
         raise ConfigError(
-            f"backend=kernel decodes OPT with its norms before each half, not {what}: use backend=simulate"
+            "backend=kernel decodes models with their norms before each half, plain MLPs with relu or gated ones with "
+            f"silu, and positions that stay; this one has {has}: use backend=simulate"
         )
-    decoder = model.model.decoder
-    embedding = pack(decoder.embed_tokens.weight, storage)
-    positions = decoder.embed_positions.weight[decoder.embed_positions.offset :].detach().float().cpu().numpy().copy()
-    final_norm = norm(decoder.final_layer_norm)
-    blocks = []
-    for layer in decoder.layers:
-        attention = layer.self_attn
-        blocks.append(
-            Block(
-                attention_norm=norm(layer.self_attn_layer_norm),
-                queries=projection(attention.q_proj, storage, free),
-                keys=projection(attention.k_proj, storage, free),
-                values=projection(attention.v_proj, storage, free),
-                output=projection(attention.out_proj, storage, free, transposed=True),
-                mlp_norm=norm(layer.final_layer_norm),
-                first=projection(layer.fc1, storage, free),
-                second=projection(layer.fc2, storage, free, transposed=True),
-            )
-        )
-    heads = config.num_attention_heads
-    return Weights(heads, config.hidden_size // heads, storage, embedding, positions, final_norm, blocks, {})
+    return besides
+
+
+def turns(rotary: Rotary | None, positions: int) -> np.ndarray:
+    """Cosines and then sines of every position's angles, float32 (P, K); (0,) where positions are learned."""
+    if rotary is None:
+        return NOTHING
+    angles = torch.arange(positions, dtype=torch.float32)[:, None] * rotary.frequencies.detach().float().cpu()
+    table: np.ndarray = (torch.cat([angles.cos(), angles.sin()], 1) * rotary.scale).numpy()
+    return table
+
+
+def copied(values: torch.Tensor) -> np.ndarray:
+    """As float32, in memory of its own."""
+    return values.detach().float().cpu().numpy().copy()
 
 
 def projection(linear: nn.Linear, storage: str, free: bool, transposed: bool = False) -> Projection:
     """A linear layer's matrix and bias (zeros where it has none)."""
     weight = linear.weight.detach()
     rows = pack(weight.T.contiguous() if transposed else weight, storage)
-    outputs = linear.out_features
-    bias = np.zeros(outputs, np.float32) if linear.bias is None else linear.bias.detach().float().cpu().numpy().copy()
     if free:
-        linear.weight = nn.Parameter(torch.empty(0), requires_grad=False)
-    return Projection(rows, bias)
+        forget(linear)
+    return Projection(rows, bias_of(linear))
+
+
+def side_by_side(gate: nn.Linear, up: nn.Linear, storage: str, free: bool) -> Projection:
+    """A gated MLP's two matrices as one in which a neuron's rows are neighbours."""
+    both = torch.stack([gate.weight.detach(), up.weight.detach()], 1).flatten(0, 1)
+    if free:
+        forget(gate)
+        forget(up)
+    return Projection(pack(both, storage), np.stack([bias_of(gate), bias_of(up)], 1))
+
+
+def bias_of(linear: nn.Linear) -> Vector:
+    """A linear layer's bias, zeros where it has none."""
+    return np.zeros(linear.out_features, np.float32) if linear.bias is None else copied(linear.bias)
+
+
+def forget(linear: nn.Linear) -> None:
+    """Free a linear layer's matrix."""
+    linear.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
 
 def norm(layer: Any) -> Norm:
-    """A LayerNorm's values, copied."""
-    weight, bias = (part.detach().float().cpu().numpy().copy() for part in (layer.weight, layer.bias))
-    return Norm(weight, bias, float(layer.eps))
+    """A LayerNorm's or an RMSNorm's values, copied."""
+    if getattr(layer, "bias", None) is None:
+        return Norm(copied(layer.weight), None, float(layer.variance_epsilon))
+    return Norm(copied(layer.weight), copied(layer.bias), float(layer.eps))
 
 
-def pack_predictor(predictor: Predictor, storage: str) -> PackedPredictor:
-    """A trained predictor in a storage type."""
+def pack_predictor(predictor: Predictor, storage: str, together: int = 1) -> PackedPredictor:
+    """A trained predictor in a storage type; with `together` above 1 it scores groups of so many neighbouring units."""
+    up = projection(predictor.up, storage, free=False, transposed=True)
+    if together > 1:
+        summed_RU = predictor.up.weight.detach().T.unflatten(1, (-1, together)).sum(-1)
+        up = Projection(pack(summed_RU, storage), up.bias.reshape(-1, together).sum(1))
     return PackedPredictor(
         norm=norm(predictor.norm) if isinstance(predictor.norm, nn.LayerNorm) else None,
         down=projection(predictor.down, storage, free=False),
-        up=projection(predictor.up, storage, free=False, transposed=True),
+        up=up,
         relu=isinstance(predictor.activation, nn.ReLU),
+        together=together,
     )
 
 
-def random_weights(architecture: dict[str, Any], storage: str, ranks: tuple[int, int], seed: int = 0) -> Weights:
-    """OPT's shape with random weights and predictors, built in the storage type: for latency, never for quality.
+class RandomParts:
+    """Draws the parts of a model of some shape in a storage type."""
+
+    def __init__(self, sizes: Shape, storage: str, seed: int) -> None:
+        self.sizes, self.storage, self.random = sizes, storage, np.random.default_rng(seed)
+
+    def rows(self, count: int, columns: int) -> Rows:
+        return random_rows(self.random, count, columns, self.storage)
+
+    def linear(self, count: int, columns: int, *outputs: int) -> Projection:
+        return Projection(self.rows(count, columns), self.random.standard_normal(outputs, dtype=np.float32) * 0.02)
+
+    def norm(self) -> Norm:
+        width = self.sizes.width
+        return Norm(np.ones(width, np.float32), None if self.sizes.rms_norm else np.zeros(width, np.float32), 1e-5)
+
+    def block(self) -> Block:
+        sizes = self.sizes
+        width, neurons, heads, groups = sizes.width, sizes.neurons, sizes.heads, sizes.kv_heads
+        return Block(
+            attention_norm=self.norm(),
+            queries=self.linear(heads * sizes.head_dim, width, heads * sizes.head_dim),
+            keys=self.linear(groups * sizes.head_dim, width, groups * sizes.head_dim),
+            values=self.linear(groups * sizes.head_dim, width, groups * sizes.head_dim),
+            output=self.linear(heads * sizes.head_dim, width, width),
+            mlp_norm=self.norm(),
+            first=self.linear(2 * neurons, width, neurons, 2) if sizes.gated else self.linear(neurons, width, neurons),
+            second=self.linear(neurons, width, width),
+        )
+
+    def predictor(self, units: int, rank: int, together: int) -> PackedPredictor:
+        width = self.sizes.width
+        plain = Norm(np.ones(width, np.float32), np.zeros(width, np.float32), 1e-5)
+        scored = units // together
+        return PackedPredictor(plain, self.linear(rank, width, rank), self.linear(rank, scored, scored), True, together)
+
+
+def random_weights(
+    architecture: dict[str, Any], storage: str, ranks: tuple[int, int], seed: int = 0, head_unit: str = "head"
+) -> Weights:
+    """A config's shape with random weights and predictors, in the storage type: for latency, never for quality.
 
     `ranks` of the predictors: in the first layer, in all others.
     """
-    width, heads = architecture["hidden_size"], architecture["num_attention_heads"]
-    neurons, layers = architecture["ffn_dim"], architecture["num_hidden_layers"]
-    random = np.random.default_rng(seed)
-
-    def rows(count: int, columns: int) -> Rows:
-        return random_rows(random, count, columns, storage)
-
-    def linear(count: int, columns: int, outputs: int) -> Projection:
-        return Projection(rows(count, columns), random.standard_normal(outputs, dtype=np.float32) * 0.02)
-
-    def plain_norm() -> Norm:
-        return Norm(np.ones(width, np.float32), np.zeros(width, np.float32), 1e-5)
-
-    blocks = [
-        Block(
-            attention_norm=plain_norm(),
-            queries=linear(width, width, width),
-            keys=linear(width, width, width),
-            values=linear(width, width, width),
-            output=linear(width, width, width),
-            mlp_norm=plain_norm(),
-            first=linear(neurons, width, neurons),
-            second=linear(neurons, width, width),
-        )
-        for _ in range(layers)
-    ]
-    units = {"mlp": neurons, "heads": heads}
+    sizes = shape_of(architecture)
+    parts = RandomParts(sizes, storage, seed)
+    blocks = [parts.block() for _ in range(sizes.layers)]
+    units = {"mlp": (sizes.neurons, 1), "heads": (sizes.heads, sizes.together(head_unit))}
     predictors = {
-        (kind, layer): PackedPredictor(
-            plain_norm(), linear(rank, width, rank), linear(rank, units[kind], units[kind]), relu=True
-        )
+        (kind, layer): parts.predictor(units[kind][0], rank, units[kind][1])
         for kind in KINDS
-        for layer, rank in enumerate([ranks[0], *[ranks[1]] * (layers - 1)])
+        for layer, rank in enumerate([ranks[0], *[ranks[1]] * (sizes.layers - 1)])
     }
-    positions = random.standard_normal((architecture.get("max_position_embeddings", 2048), width), dtype=np.float32)
-    embedding = rows(architecture.get("vocab_size", 50_272), width)
-    return Weights(heads, width // heads, storage, embedding, positions * 0.02, plain_norm(), blocks, predictors)
+    learned, rotary = None, None
+    if sizes.rotary_base is None:
+        learned = parts.random.standard_normal((sizes.context, sizes.width), dtype=np.float32) * 0.02
+    else:
+        rotary = Rotary(plain_frequencies(sizes.rotary_base, sizes.head_dim))
+    embedding = parts.rows(sizes.vocabulary, sizes.width)
+    return Weights(
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        context=sizes.context,
+        storage=storage,
+        embedding=embedding,
+        output=embedding if sizes.tied else parts.rows(sizes.vocabulary, sizes.width),
+        positions=learned,
+        turns=turns(rotary, sizes.context),
+        final_norm=parts.norm(),
+        blocks=blocks,
+        predictors=predictors,
+    )
 
 
 def random_rows(random: np.random.Generator, count: int, columns: int, storage: str) -> Rows:

@@ -21,7 +21,7 @@ logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
 
 class DejaVuLM(HFLM):
-    """lm-eval's interface over a back end. A document is scored after exactly one separator (`</s>` for OPT).
+    """lm-eval's interface over a back end. A document is scored after exactly one separator.
 
     `stock_bos` does in rolling tasks what stock lm-eval does: its own prefix token, and whatever the tokenizer adds.
     """

@@ -44,6 +44,7 @@ def make_scorer(loaded: LoadedModel, config: Config, bundle: Bundle | None) -> S
         point.budget,
         rule=sparsity.rule,
         tap=config.predictor.tap if bundle is None else bundle.config["tap"],
+        head_unit=sparsity.head_unit,
         recall_tokens=config.evaluation.recall_tokens,
     )
     sparsifier.thresholds |= {

@@ -1,6 +1,6 @@
-"""Where the heads and neurons of a causal LM are.
+"""Where the heads and neurons of a causal LM are, and of which kind its parts are.
 
-All that records, masks or decodes works on the four points of a `Block` and never asks which family it is.
+All that records, masks or decodes works on these facts and never asks which family a model is of.
 """
 
 from collections.abc import Callable
@@ -32,6 +32,43 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Rotary:
+    """Rotary positions: values k and k + head_dim / 2 of a query or key turn by position times frequency k."""
+
+    frequencies: Tensor  # (head_dim / 2,)
+    scale: float = 1.0  # cosines and sines are multiplied with it
+    fixed: bool = True  # whatever the length of the text
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What the engine that decodes reads of a block besides its four points."""
+
+    norm: nn.Module  # what normalises r_l
+    queries: nn.Linear
+    keys: nn.Linear
+    values: nn.Linear
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """What the engine that decodes reads of a model besides its blocks' four points."""
+
+    attention: tuple[Attention, ...]  # of each block
+    activation: str  # its name: relu, silu, ...
+    rms_norm: bool  # norms divide by the root of the mean square; else LayerNorm with a bias
+    embedding: nn.Embedding
+    learned_positions: Tensor | None  # (context, width), added to the embedding
+    rotary: Rotary | None
+    final_norm: nn.Module | None
+
+
+def plain_frequencies(base: float, head_dim: int) -> Tensor:
+    """Frequencies of rotary positions that nobody scaled, (head_dim / 2,)."""
+    return 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+
+
+@dataclass(frozen=True)
 class Anatomy:
     """The parts of a model that can be left out, and the sizes that everything else is computed from."""
 
@@ -48,6 +85,7 @@ class Anatomy:
     context: int  # longest sequence in tokens
     separator: int  # the token that stands once before every document
     home: torch.device | None = None  # of layers on several devices: where what is seen of them is gathered
+    decoding: Decoding | None = None  # None: the engine does not decode this family
 
     @property
     def layers(self) -> int:
@@ -69,6 +107,10 @@ class Anatomy:
     def units(self, kind: str) -> int:
         """How many units of a kind ("mlp" or "heads") one layer has."""
         return self.neurons if kind == "mlp" else self.heads
+
+    def together(self, head_unit: str) -> int:
+        """How many neighbouring heads are chosen as one: a key/value group's with head_unit=group."""
+        return self.heads // self.kv_heads if head_unit == "group" else 1
 
 
 KINDS = ("mlp", "heads")

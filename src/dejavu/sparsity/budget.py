@@ -44,6 +44,7 @@ def make_budget(sparsity: Sparsity, anatomy: Anatomy) -> Budget:
         return everything(anatomy)
     dense = {layer_number(place, anatomy.layers) for place in sparsity.dense_layers}
     mlp, heads = requested_ratios(sparsity)
+    together = anatomy.together(sparsity.head_unit)
     mlp_layers, heads_layers = sparsity.mlp_layers, sparsity.heads_layers
     if mlp_layers is None:
         mlp_layers = scheduled(sparsity.mlp_schedule, anatomy.layers)
@@ -53,7 +54,7 @@ def make_budget(sparsity: Sparsity, anatomy: Anatomy) -> Budget:
         heads_layers = None
     return Budget(
         _counts(mlp, mlp_layers, "mlp_layers", anatomy.neurons, anatomy.layers, dense),
-        _counts(heads, heads_layers, "heads_layers", anatomy.heads, anatomy.layers, dense),
+        _counts(heads, heads_layers, "heads_layers", anatomy.heads, anatomy.layers, dense, together),
     )
 
 
@@ -76,9 +77,12 @@ def layer_number(place: float, layers: int) -> int:
 
 
 def _counts(
-    ratio: float, listed: list[float] | None, key: str, units: int, layers: int, dense: set[int]
+    ratio: float, listed: list[float] | None, key: str, units: int, layers: int, dense: set[int], together: int = 1
 ) -> tuple[int, ...]:
+    """Units kept in each layer; those chosen `together` are counted as one and kept as all of them."""
     if listed is not None and len(listed) != layers:
         raise ConfigError(f"sparsity.{key} has {len(listed)} values, but the model has {layers} layers")
     ratios = [ratio] * layers if listed is None else listed
-    return tuple(units if layer in dense else kept(ratios[layer], units) for layer in range(layers))
+    return tuple(
+        units if layer in dense else together * kept(ratios[layer], units // together) for layer in range(layers)
+    )

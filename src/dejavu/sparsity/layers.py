@@ -20,7 +20,7 @@ from dejavu.models.observe import Observer, observed
 from dejavu.models.taps import TapSource, tap_source
 from dejavu.sparsity.accounting import Density, Recall, count_true
 from dejavu.sparsity.budget import Budget
-from dejavu.sparsity.selectors import Choice, Selector, Tokens
+from dejavu.sparsity.selectors import Choice, Selector, Tokens, alike
 
 
 class Sparsifier(Observer):
@@ -42,12 +42,14 @@ class Sparsifier(Observer):
         *,
         rule: str = "topk",
         tap: str = "overlap",
+        head_unit: str = "head",
         force: bool = False,
         record: bool = False,
         recall_tokens: int = 0,
     ) -> None:
         self.anatomy, self.selector, self.budget = anatomy, selector, budget
         self.rule, self.force = rule, force
+        self.together = {"mlp": 1, "heads": anatomy.together(head_unit)}
         self.tap = tap if selector is None or selector.own_tap is None else selector.own_tap
         self.contributions = Contributions(anatomy)
         self.density = Density(anatomy)
@@ -118,9 +120,12 @@ class Sparsifier(Observer):
         heads_NHK = heads_NE.unflatten(1, (self.anatomy.heads, self.anatomy.head_dim))
 
         def contributions() -> Tensor:
-            return self.contributions.of_heads(layer, heads_NHK)
+            return alike(self.contributions.of_heads(layer, heads_NHK), self.together["heads"])
 
-        mask_NH = heads_NHK.ne(0).any(-1) if self.rule == "nonzero" else self._choose("heads", layer, contributions)
+        if self.rule == "nonzero":
+            mask_NH = alike(heads_NHK.ne(0).any(-1), self.together["heads"]).bool()
+        else:
+            mask_NH = self._choose("heads", layer, contributions)
         mask_NH = self._count("heads", layer, mask_NH, contributions)
         return torch.where(mask_NH[..., None], heads_NHK, 0).flatten(1)
 
@@ -137,10 +142,10 @@ class Sparsifier(Observer):
     def _choose(self, kind: str, layer: int, contributions: Callable[[], Tensor]) -> Tensor:
         assert self.selector is not None and self._tokens is not None, "begin(tokens) comes before every forward pass"
         tap_ND = self._taps[tap_source(self.tap, kind, layer)] if self.selector.reads_tap else None
-        choice = Choice(kind, layer, tap_ND, contributions, self._tokens)
+        choice = Choice(kind, layer, tap_ND, contributions, self._tokens, self.together[kind])
         try:
             if self.rule == "threshold":
-                return self._above_threshold(kind, layer, self.selector.scores(choice))
+                return self._above_threshold(kind, layer, alike(self.selector.scores(choice), self.together[kind]))
             return self.selector.choose(choice, self.budget.of(kind)[layer])
         except FloatingPointError as error:
             unit = "neurons" if kind == "mlp" else "heads"

@@ -43,6 +43,7 @@ class Choice:
     tap_ND: Tensor | None  # only for selectors that read one
     contributions: Callable[[], Tensor]  # c of this very forward pass, (N, U)
     tokens: Tokens
+    together: int = 1  # how many neighbouring units are kept or left out as one
 
 
 class Selector(ABC):
@@ -59,7 +60,7 @@ class Selector(ABC):
 
     def choose(self, choice: Choice, k: int) -> Tensor:
         """True at the k units of highest score, ties to the lower index; bool (N, U), or (1, U) for all alike."""
-        return top_k_mask(torch.atleast_2d(self.scores(choice)), k)
+        return top_k_mask(alike(torch.atleast_2d(self.scores(choice)), choice.together), k)
 
 
 class Oracle(Selector):
@@ -91,7 +92,8 @@ class Random(Selector):
     def choose(self, choice: Choice, k: int) -> Tensor:
         slot_N, key = self._slots(choice.tokens), (choice.kind, choice.layer, k)
         if key not in self._masks:
-            self._masks[key] = top_k_mask(self._draws(choice.kind, choice.layer), k).to(slot_N.device)
+            draws_SU = alike(self._draws(choice.kind, choice.layer), choice.together)
+            self._masks[key] = top_k_mask(draws_SU, k).to(slot_N.device)
         return self._masks[key][slot_N]
 
     def _slots(self, tokens: Tokens) -> Tensor:
@@ -164,6 +166,14 @@ class Replay(Selector):
 
     def scores(self, choice: Choice) -> Tensor:
         return self.masks_NU[choice.kind, choice.layer].float()
+
+
+def alike(scores_NU: Tensor, together: int) -> Tensor:
+    """Scores under which neighbours that are chosen together are equal: each gets the mean of its group."""
+    if together == 1:
+        return scores_NU
+    means_NG = scores_NU.float().unflatten(-1, (-1, together)).mean(-1)
+    return means_NG.repeat_interleave(together, -1)
 
 
 def mixed(value: Tensor) -> Tensor:

@@ -88,7 +88,13 @@ def on_policy(loaded: LoadedModel, config: Config) -> tuple[Masked, dict[str, An
     bundle = load_bundle(Path(str(config.predictors)))
     bundle.check_fits(loaded.fingerprint, loaded.anatomy)
     budget = choose_budget(config.sparsity, loaded.anatomy, bundle).budget
-    sparsifier = Sparsifier(loaded.anatomy, Predicted(bundle, loaded.device), budget, tap=bundle.config["tap"])
+    sparsifier = Sparsifier(
+        loaded.anatomy,
+        Predicted(bundle, loaded.device),
+        budget,
+        tap=bundle.config["tap"],
+        head_unit=config.sparsity.head_unit,
+    )
 
     @contextmanager
     def masked(kept_N: Tensor) -> Iterator[None]:

@@ -82,8 +82,10 @@ def check_backend(stage: str, config: Config) -> None:
         raise ConfigError(
             f"dejavu calibrate finds budgets for sparsity.selector=predictor, oracle or static, not {sparsity.selector}"
         )
+    if stage == "calibrate" and sparsity.head_unit != "head":
+        raise ConfigError("dejavu calibrate counts single heads: use sparsity.head_unit=head")
     if stage == "generate":
-        check_kernel(sparsity)
+        check_kernel(config)
     if stage == "benchmark" and not kernel:
         raise ConfigError(
             f"dejavu benchmark measures backend=kernel: backend={config.backend} masks a dense model and has no speed"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from bundles import untrained_bundle
-from tiny import FAMILIES, tiny_llama, tiny_opt
+from tiny import tiny_llama, tiny_opt
 
 from dejavu.decode import ops
 from dejavu.decode.build import make_engine
@@ -64,9 +64,8 @@ def test_what_the_engine_does_not_have_is_refused():
         make_engine(loaded(), config("predictor", rule="threshold"), None)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_device_without_kernels_is_told(family, monkeypatch):
-    own = loaded(family)
+def test_a_device_without_kernels_is_refused(monkeypatch):
+    own = loaded()
     monkeypatch.setattr(LoadedModel, "device", torch.device("cuda"))
     with pytest.raises(ConfigError, match="backend=kernel has no kernels for cuda, only for cpu: use device=cpu, or "):
         make_engine(own, config("dense"), None)

@@ -79,6 +79,15 @@ def test_the_dense_engine_needs_no_bundle(tmp_path):
     assert "neurons used 100.0%, heads used 100.0%" in result.stderr
 
 
+@pytest.mark.parametrize("stage", ["generate", "evaluate"])
+def test_a_device_without_kernels_is_named_in_one_sentence(stage, tmp_path):
+    arguments = [stage, "backend=kernel", "sparsity.positions=decode", "device=cuda"]
+    result = dejavu(*arguments, cwd=tmp_path)
+    assert result.returncode == 1 and "Traceback" not in result.stderr and result.stdout == ""
+    message = "backend=kernel has no kernels for cuda, only for cpu: use device=cpu, or backend=simulate"
+    assert result.stderr.strip().endswith(message)
+
+
 def test_evaluate_scores_with_the_engine_and_says_how_long_a_token_took(trained):
     arguments = [
         "evaluate",

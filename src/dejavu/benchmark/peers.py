@@ -83,8 +83,8 @@ def memory_mb(spec: Spec) -> float:
     read = spec["ranks"] if spec["family"] == "dejavu" else None
     weights = terms(shape, spec["storage"], 0, 0, None, 0, 0).total
     weights += 0 if read is None else terms(shape, spec["storage"], 0.5, 0.5, read, 0, 0).predictors
-    if spec["family"] == "ctranslate2":
-        weights += shape.vocabulary * shape.width * BYTES[spec["storage"]]  # its head is not tied
+    if spec["family"] == "ctranslate2" or not shape.tied:
+        weights += shape.vocabulary * shape.width * BYTES[spec["storage"]]  # CTranslate2's head is never tied
     if spec["source"] is not None:
         weights += terms(shape, "float32", 0, 0, None, 0, 0).total
     return OVERHEAD_MB + weights / (1 << 20)

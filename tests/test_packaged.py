@@ -154,7 +154,7 @@ def test_smollm2_decodes_what_transformers_decodes():
     """200 greedy tokens in float32 and the logits behind each; the second opinion reads the whole text at once."""
     loaded = load_model(Config(model=SMOLLM2))
     ids = loaded.tokenizer("The capital of France is", add_special_tokens=False)["input_ids"]
-    engine = Engine(repack(loaded.model, "float32", free=False))
+    engine = Engine(repack(loaded.model, "float32", free=False), threads=1)  # 12,000 launches: nobody waits for another
     logits = [engine.prefill(np.array([ids]), capacity=len(ids) + 200)]
     for _ in range(200):
         ids = [*ids, int(logits[-1].argmax())]

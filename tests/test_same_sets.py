@@ -9,6 +9,7 @@ from bundles import untrained_bundle
 from tiny import tiny_opt
 
 from dejavu.benchmark.engines import engines
+from dejavu.benchmark.peers import base
 from dejavu.decode.build import make_engine
 from dejavu.evaluation.sparsified import make_scorer
 from dejavu.models.families import anatomy
@@ -69,10 +70,9 @@ def test_evaluate_generate_and_benchmark_choose_alike(ratio, saved):
     sparsity = Sparsity("predictor", positions="decode", mlp=ratio, heads=ratio)
     config = Config(sparsity=sparsity, decode=Decode(storage="float32", window=WINDOW))
     generating = decoded(make_engine(LoadedModel("tiny", model, None, anatomy(model)), config, bundle))
-    spec = {
-        "source": str(saved / "model"), "bundle": str(saved / "bundle"), "storage": "float32", "threads": 1, "seed": 0,
-        "variants": [{"mlp": ratio, "heads": ratio}], "decode": {"kv": "lazy", "window": WINDOW, "overlap": False},
-    }  # fmt: skip
+    config.predictors = str(saved / "bundle")
+    spec = base(config, str(saved / "model"), model.config.to_dict(), 1)
+    spec |= {"storage": "float32", "variants": [{"mlp": ratio, "heads": ratio}]}
     timed = decoded(engines(spec)[0].engine)
     assert generating.keys() == timed.keys() and len(generating) == 4 * (LENGTH - PROMPT)
     assert all(generating[key][0] == timed[key][0] for key in generating), "the engine that is timed chooses otherwise"

@@ -8,7 +8,7 @@ from dejavu.errors import DataError
 from dejavu.models.anatomy import Anatomy
 
 RESERVE = 0.05  # of what is needed
-ACTIVE_SHARE = 0.2  # of a ReLU model's neurons, assumed where nobody measured it: larger OPT have fewer
+ACTIVE_SHARE = 0.2  # of a ReLU model's neurons, assumed where nobody measured it: larger models have fewer
 
 
 def estimate_bytes(

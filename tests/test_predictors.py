@@ -462,7 +462,8 @@ def test_a_slurm_job_trains_like_any_other(tmp_path, recwarn, monkeypatch):
 
     class Watch(Callback):
         def on_train_start(self, trainer, module):
-            seen.append((type(trainer._accelerator_connector.cluster_environment).__name__, signal.getsignal(signal.SIGUSR1)))
+            environment = trainer._accelerator_connector.cluster_environment
+            seen.append((type(environment).__name__, signal.getsignal(signal.SIGUSR1)))
 
     before = signal.getsignal(signal.SIGUSR1)
     train_predictors(FakeCache(), config(epochs=1), tmp_path, callbacks=[Watch()])

@@ -18,7 +18,7 @@ from dejavu.benchmark.floor import BYTES, Terms
 from dejavu.evaluation.scoring import LOGITS_AT_ONCE, TOKENS_PER_SEQUENCE
 from dejavu.models.anatomy import KINDS, Anatomy
 from dejavu.predictors.bundle import SIZES, tensor_shapes
-from dejavu.predictors.network import default_rank
+from dejavu.predictors.network import ranks
 from dejavu.schema import Config
 from dejavu.sparsity.budget import Budget
 
@@ -73,9 +73,10 @@ def predictor_weights(anatomy: Anatomy, config: Config) -> dict[str, int]:
 def bundle_settings(anatomy: Anatomy, config: Config) -> Mapping[str, Any]:
     """What config.json of a bundle says of shapes."""
     predictor = config.predictor
+    first, others = ranks(anatomy.width, predictor)
     return {
         "anatomy": {key: getattr(anatomy, key) for key in SIZES},
-        "rank": default_rank(anatomy.width) if predictor.rank is None else predictor.rank,
+        "rank": others, "first_rank": first,
         "norm": predictor.norm, "activation": predictor.activation, "bias": predictor.bias, "trunk": predictor.trunk,
         "layers": list(range(anatomy.layers)) if predictor.layers is None else predictor.layers,
     }  # fmt: skip

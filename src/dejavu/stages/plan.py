@@ -60,7 +60,11 @@ def files(sized: plan.Sized, config: Config, source: str) -> Table:
         + (f", {active}" if encoding == "sparse" else ""),
     )
     settings = plan.bundle_settings(parts, config)
-    table.add_row("predictor bundle", said(plan.bundle_bytes(parts, config)), f"rank {settings['rank']}, float32")
+    table.add_row(
+        "predictor bundle",
+        said(plan.bundle_bytes(parts, config)),
+        f"rank {settings['rank']}, in the first layer {settings['first_rank']}; float32",
+    )
     return table
 
 

@@ -19,7 +19,6 @@ WARNINGS = (
     r".*recommended to use `self.log.*sync_dist=True`.*",  # what is logged is the same in every process
     r".*The `srun` command is available.*",  # on a cluster, where a launcher starts the processes
     r".*Experiment logs directory .* exists.*",
-    r".*The `srun` command is available.*",  # wherever Slurm is installed; its tasks are not Lightning's here
 )
 
 

@@ -51,15 +51,10 @@ def plan_of_sweep(stage: str, composed: DictConfig, overrides: Sequence[str], va
         raise ConfigError(
             "trainer.strategy=ddp_spawn starts processes of its own, which a multirun's jobs cannot: run it without -m"
         )
-    root = sweep_root(stage, config)
+    root = Path(config.run_dir or f"{config.runs}/sweep/{stage}")
     inputs = checked_inputs(stage, config)
     config.tracking.group = config.tracking.group or root.name
     return Job(stage, config, inputs, root / job_name(config, overrides, varying), tuple(overrides))
-
-
-def sweep_root(stage: str, config: Config | DictConfig) -> Path:
-    """The folder of a sweep."""
-    return Path(config.run_dir or f"{config.runs}/sweep/{stage}")
 
 
 def settled(composed: DictConfig) -> Config:

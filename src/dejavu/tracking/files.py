@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ def by_rename(path: Path, write: Callable[[Path], object]) -> None:
 
     Raises DataError (no space, no permission) and leaves whatever was there before.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(partial)

@@ -12,8 +12,10 @@ import wandb_offline
 
 from dejavu.errors import ConfigError, DataError
 from dejavu.schema import Config, Tracking
+from dejavu.tracking import peak
 from dejavu.tracking.files import write_json
 from dejavu.tracking.identity import config_hash, differing_keys, resolved
+from dejavu.tracking.peak import peak_memory
 from dejavu.tracking.run import RunFailed, execute
 from dejavu.tracking.wandb_run import final_values, layer_values
 
@@ -93,6 +95,16 @@ def test_peak_memory_and_random_numbers_start_anew_with_every_run(tmp_path):
     assert drawn[0] == drawn[1]
     if Path("/proc/self/clear_refs").exists():
         assert large["peak_mb"] - small["peak_mb"] > 300
+
+
+def test_runs_within_runs_that_need_equal_memory_are_told_apart():
+    with peak_memory():
+        (outer,) = peak._open
+        with peak_memory():
+            inner = peak._open[1]
+            inner.update(outer)
+        assert len(peak._open) == 1 and peak._open[0] is outer
+    assert peak._open == []
 
 
 def test_the_peak_of_a_run_holds_those_of_its_steps(tmp_path):

@@ -314,7 +314,7 @@ def forget_what_dense_ignores(sparsity: Sparsity) -> None:
     """Nothing is skipped by the dense model, so whatever ratios are said beside it, it is one config and one run."""
     if sparsity.selector == "dense":
         plain = Sparsity(selector="dense", ratio=0.0)
-        for key in ("mlp", "heads", "dense_layers", "part", "ratio", "budget", "rule"):
+        for key in ("mlp", "heads", "dense_layers", "part", "ratio", "budget", "rule", "head_unit"):
             setattr(sparsity, key, getattr(plain, key))
         for key in ("mlp_layers", "heads_layers", "mlp_schedule", "heads_schedule"):
             setattr(sparsity, key, None)

@@ -31,7 +31,7 @@ def peak_memory() -> Iterator[dict[str, float | None]]:
         yield result
     finally:
         _collect()
-        _open.remove(peaks)
+        _open[:] = [others for others in _open if others is not peaks]  # equal peaks are not the same run's
         result |= {name: round(peaks[name], 1) for name in known if name in peaks}
 
 

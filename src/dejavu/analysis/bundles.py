@@ -42,6 +42,7 @@ def bundle_table(run: Path) -> pd.DataFrame:
     Raises DataError when no evaluation in the folder used predictors, or they left out different shares.
     """
     rows: dict[str, dict[str, Any]] = {}
+    ratios = set()
     for path in sorted(run.glob("*/result.json")):
         result, config = read_json(path), OmegaConf.load(path.parent / "config.yaml")
         selector, part = config.sparsity.selector, config.sparsity.part
@@ -49,17 +50,16 @@ def bundle_table(run: Path) -> pd.DataFrame:
             continue
         new = {"name": "oracle"} if selector == "oracle" else described(Path(config.predictors))
         row = rows.setdefault(new["name"], new | {"ratio": config.sparsity.ratio})
-        if row["ratio"] != config.sparsity.ratio:
-            raise DataError(f"{run} has evaluations at the ratios {row['ratio']} and {config.sparsity.ratio}: use one")
+        ratios.add(config.sparsity.ratio)
         loss = result["metrics"][TASK]["loss"]
         row |= {part: loss["delta"], f"{part}_stderr": loss["delta_stderr"]}
         if part == "both" and selector == "predictor":
             row["bytes"] = result["sparsity"]["measured"]["cost"]["predictors"]
     if not any(row["name"] != "oracle" for row in rows.values()):
         raise DataError(f"{run} has no evaluation with predictors: `dejavu evaluate -m predictors=A,B run_dir={run}`")
+    if len(ratios) > 1:
+        raise DataError(f"{run} has evaluations at several ratios: {sorted(ratios)}, use one")
     table = pd.DataFrame(rows.values())
-    if table["ratio"].nunique() > 1:
-        raise DataError(f"{run} has evaluations at several ratios: {sorted(set(table['ratio']))}, use one")
     return table.sort_values("name", key=lambda names: names != "oracle", kind="stable", ignore_index=True)
 
 

@@ -69,15 +69,13 @@ class Bundle:
                 f"{layer}: leave that layer dense (sparsity.dense_layers) or train its predictors too"
             )
         predictor = empty_predictor(self.config, kind, layer)
-        weights = {name: self.tensors[stored_name(self.config, kind, layer, name)] for name in predictor.state_dict()}
+        weights = {name: self.tensors[stored] for name, stored in stored_names(self.config, kind, layer).items()}
         predictor.load_state_dict(weights, assign=True)
         return predictor.eval().requires_grad_(False)
 
     def tensors_of(self, kind: str, layer: int) -> dict[str, Tensor]:
         """The stored tensors of one predictor, by their names in the file."""
-        stored = empty_predictor(self.config, kind, layer).state_dict()
-        names = [stored_name(self.config, kind, layer, name) for name in stored]
-        return {name: self.tensors[name] for name in names}
+        return {stored: self.tensors[stored] for stored in stored_names(self.config, kind, layer).values()}
 
     def mean_contribution(self, kind: str, layer: int) -> Tensor:
         """Mean contribution of each unit over the training tokens, float32 (units,). DataError for an unknown layer."""
@@ -155,6 +153,12 @@ def stored_name(config: Mapping[str, Any], kind: str, layer: int, name: str) -> 
     """How a predictor's tensor is called in the file: `mlp.3.up.weight`; of a shared trunk `mlp.trunk.down.weight`."""
     shared = config.get("trunk", False) and name.startswith("down.")
     return f"{kind}.trunk.{name}" if shared else f"{kind}.{layer}.{name}"
+
+
+def stored_names(config: Mapping[str, Any], kind: str, layer: int) -> dict[str, str]:
+    """How each tensor of one predictor is called in the file."""
+    names = empty_predictor(config, kind, layer).state_dict()
+    return {name: stored_name(config, kind, layer, name) for name in names}
 
 
 def empty_predictor(config: Mapping[str, Any], kind: str, layer: int) -> Predictor:

@@ -4,11 +4,11 @@ BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-cluster smollm2 tables speed clean
+.PHONY: help setup demo test test-cluster smollm2 tables predictors speed clean
 
 # Both run from what the repository holds: a hub within reach must not change what they do.
-demo test test-cluster tables speed: export HF_HUB_OFFLINE = 1
-demo test tables speed: export TOKENIZERS_PARALLELISM = false
+demo test test-cluster tables predictors speed: export HF_HUB_OFFLINE = 1
+demo test tables predictors speed: export TOKENIZERS_PARALLELISM = false
 
 help: ## List the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -38,6 +38,9 @@ tables: setup ## Remake the tables and pictures of README and docs, and the runs
 	$(BIN)/python -m dejavu.analysis.excerpt runs/readme notebooks/runs/readme \
 	  collect train evaluate/dense 'evaluate/*-0.[579]*'
 	$(BIN)/python -m dejavu.analysis.excerpt runs/engine notebooks/runs/engine
+
+predictors: setup ## Remake the tables of docs/predictors.md from the runs of `make tables`: about 2 hours
+	benchmarks/predictors.sh
 
 speed: setup ## Remake the latency tables of README and docs: on a free machine, 24 GB of memory, 40 minutes
 	$(BIN)/dejavu benchmark model=opt-125m model.random_init=true run_dir=runs/benchmark/opt-125m

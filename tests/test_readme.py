@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from dejavu.analysis.bundles import TASK
+from dejavu.analysis.bundles import TASK, place_of
 from dejavu.analysis.bundles import main as compare
 from dejavu.analysis.readme import REAL, TABLES, main, markers, real
 from dejavu.analysis.runs import COLUMNS, typed
@@ -137,10 +137,10 @@ def test_the_engines_table_reads_quality_and_speed_from_the_same_runs(tmp_path):
 
 def test_the_table_of_bundles_reads_recall_cost_and_losses(tmp_path):
     for name, rank in (("rank=8", 8), ("top", 32)):
-        bundle = tmp_path / "made" / f"predictor.{name}" / "bundle"
+        bundle = tmp_path / "ranks" / f"predictor.{name}" / "bundle"
         bundle.mkdir(parents=True)
         described = {"id": name, "tap": "overlap", "rank": rank}
-        described["metrics"] = {"recall_of_mass": {"mlp": 0.8765, "heads": 0.5}}
+        described["metrics"] = {"recall_of_mass": {"mlp": 0.8765, "heads": 0.5}, "tokens": 9000}
         (bundle / "config.json").write_text(json.dumps(described))
         for part, delta in (("both", 0.5), ("mlp", 0.25)):
             run = tmp_path / "quality" / f"{name}-{part}"
@@ -154,7 +154,7 @@ def test_the_table_of_bundles_reads_recall_cost_and_losses(tmp_path):
                 f"predictors: {place}\nsparsity: {{selector: predictor, part: {part}, ratio: 0.75}}\n"
             )
     lines = TABLES["ranks"](tmp_path / "quality").splitlines()
-    assert lines[2] == "| rank=8 | overlap | 8 | 0.876 | 0.500 | 8.0 % | +0.500 ± 0.010 | +0.250 ± 0.010 |"
+    assert lines[2] == "| rank=8 | overlap | 8 | 9,000 | 0.876 | 0.500 | 8.0 % | +0.500 ± 0.010 | +0.250 ± 0.010 |"
     assert len(lines) == 6 and lines[-1].startswith("At 75 % skipped")
     oracle = tmp_path / "quality" / "oracle"
     oracle.mkdir()
@@ -166,9 +166,46 @@ def test_the_table_of_bundles_reads_recall_cost_and_losses(tmp_path):
     assert table["name"].tolist() == ["oracle", "rank=8", "top"] and table["both"].tolist() == [0.125, 0.5, 0.5]
     assert table["mlp"].isna().tolist() == [True, False, False]
     assert (tmp_path / "quality" / "bundles.png").stat().st_size > 5_000
-    assert TABLES["ranks"](tmp_path / "quality").splitlines()[2] == "| oracle |  |  |  |  |  | +0.125 ± 0.010 |  |"
+    assert TABLES["ranks"](tmp_path / "quality").splitlines()[2] == "| oracle |  |  |  |  |  |  | +0.125 ± 0.010 |  |"
+    assert len(TABLES["forms"](tmp_path / "quality").splitlines()) == 5, "of another group the oracle alone"
     with pytest.raises(DataError, match="no evaluation with predictors"):
         TABLES["ranks"](tmp_path)
     (oracle / "config.yaml").write_text("sparsity: {selector: oracle, part: both, ratio: 0.5}\n")
     with pytest.raises(DataError, match="at several ratios"):
         TABLES["ranks"](tmp_path / "quality")
+
+
+def test_bundles_stand_in_the_order_of_their_numbers():
+    names = ["rank=128", "tokens-8", "rank=16", "default", "rank=8", "oracle"]
+    assert sorted(names, key=place_of) == ["oracle", "default", "rank=8", "rank=16", "rank=128", "tokens-8"]
+
+
+def calibrated_evaluation(root: Path, selector: str, budget: str, ratio: float, found: float) -> None:
+    """Files of an evaluation with a calibrated bundle: what `dejavu evaluate -cn calibrated` leaves."""
+    bundle = root / "calibrate" / selector / "bundle"
+    bundle.mkdir(parents=True, exist_ok=True)
+    point = {"asked": 0.01, "skipped": found + 0.00001, "increase": 0.0098}
+    (bundle / "config.json").write_text(json.dumps({"calibration": {"max_perplexity_increase": point}}))
+    run = root / "quality" / f"{selector},{budget},{ratio}"
+    run.mkdir(parents=True)
+    measured: dict = {"body_density": 1 - ratio}
+    if selector == "predictor":
+        measured["cost"] = {"predictors": 0.1}
+    loss = {"value": 4.0, "stderr": 0.1, "n": 20, "delta": 0.0125, "delta_stderr": 0.001}
+    record = {"status": "ok", "metrics": {TASK: {"loss": loss}}, "sparsity": {"measured": measured}}
+    (run / "result.json").write_text(json.dumps(record))
+    (run / "config.yaml").write_text(
+        f"predictors: {bundle.parent}\nsparsity: {{selector: {selector}, budget: {budget}, ratio: {ratio}}}\n"
+    )
+
+
+def test_the_calibrated_table_sets_the_found_share_net_beside_the_oracles(tmp_path):
+    for selector, found in (("predictor", 0.3), ("oracle", 0.4)):
+        calibrated_evaluation(tmp_path, selector, "calibrated", found, found)
+        calibrated_evaluation(tmp_path, selector, "uniform", 0.25, found)
+    lines = TABLES["calibrated"](tmp_path / "quality").splitlines()
+    start = "| predictor | found for +1 % perplexity | 30.0 % | 10.0 % | 20.0 % | +0.0098 | +0.0125 ± 0.0010 | +1.3 % |"
+    assert start in lines and "| oracle | uniform | 25.0 % | 0.0 % | 25.0 % |  | +0.0125 ± 0.0010 | +1.3 % |" in lines
+    assert lines[-1].endswith("leave out 20.0 % of the body net, the oracle 40.0 %: 50 % of it.")
+    with pytest.raises(DataError, match="no evaluation with a calibrated bundle"):
+        TABLES["calibrated"](tmp_path)

@@ -3,6 +3,7 @@
 python -m dejavu.analysis.bundles DIR    # evaluations of several bundles: DIR/bundles.csv, bundles.png, bundles.svg
 """
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from dejavu.analysis.figures import DPI, GREY, RC, STYLES, WIDTH, save
 from dejavu.analysis.tables import percent, with_error
 from dejavu.errors import DataError
 from dejavu.evaluation.metrics import INTERVAL
+from dejavu.models.anatomy import KINDS
 from dejavu.tracking.files import by_rename, read_json
 
 PARTS = {"both": "both", "mlp": "neurons alone", "heads": "heads alone"}
@@ -36,12 +38,12 @@ def main(arguments: list[str]) -> None:
 def bundle_table(run: Path) -> pd.DataFrame:
     """One row for each bundle, and one for the oracle where it was evaluated.
 
-    name, tap, rank, first_rank, label, tokens (trained on), recall_of_mass_{mlp,heads} on held-out documents of the
-    cache, bytes (share of the body's that choosing reads), {both,mlp,heads} (nats a token over dense with that part
-    left out) and {both,mlp,heads}_stderr, ratio.
+    name, group (the folder that the bundle's run lies in), tap, rank, first_rank, label, tokens (trained on),
+    recall_of_mass_{mlp,heads} on held-out documents of the cache, bytes (share of the body's that choosing reads),
+    {both,mlp,heads} (nats a token over dense with that part left out) and {both,mlp,heads}_stderr, ratio.
     Raises DataError when no evaluation in the folder used predictors, or they left out different shares.
     """
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     ratios = set()
     for path in sorted(run.glob("*/result.json")):
         result, config = read_json(path), OmegaConf.load(path.parent / "config.yaml")
@@ -49,7 +51,7 @@ def bundle_table(run: Path) -> pd.DataFrame:
         if result["status"] != "ok" or selector not in ("predictor", "oracle"):
             continue
         new = {"name": "oracle"} if selector == "oracle" else described(Path(config.predictors))
-        row = rows.setdefault(new["name"], new | {"ratio": config.sparsity.ratio})
+        row = rows.setdefault((new.get("group", ""), new["name"]), new | {"ratio": config.sparsity.ratio})
         ratios.add(config.sparsity.ratio)
         loss = result["metrics"][TASK]["loss"]
         row |= {part: loss["delta"], f"{part}_stderr": loss["delta_stderr"]}
@@ -59,8 +61,14 @@ def bundle_table(run: Path) -> pd.DataFrame:
         raise DataError(f"{run} has no evaluation with predictors: `dejavu evaluate -m predictors=A,B run_dir={run}`")
     if len(ratios) > 1:
         raise DataError(f"{run} has evaluations at several ratios: {sorted(ratios)}, use one")
-    table = pd.DataFrame(rows.values())
-    return table.sort_values("name", key=lambda names: names != "oracle", kind="stable", ignore_index=True)
+    ordered: list[dict[str, Any]] = sorted(rows.values(), key=lambda row: place_of(row["name"]))
+    return pd.DataFrame(ordered)
+
+
+def place_of(name: str) -> tuple[bool, bool, list[tuple[bool, int, str]]]:
+    """The oracle first, then the default, then by name, numbers in it by their size."""
+    words = [(word.isdigit(), int(word) if word.isdigit() else 0, word) for word in re.split(r"(\d+)", name)]
+    return name != "oracle", name != "default", words
 
 
 def described(named: Path) -> dict[str, Any]:
@@ -69,6 +77,7 @@ def described(named: Path) -> dict[str, Any]:
     metrics = config["metrics"]
     return {
         "name": name_of(named),
+        "group": run_of(named).parent.name,
         "tap": config["tap"],
         "rank": config["rank"],
         "first_rank": config.get("first_rank", config["rank"]),
@@ -78,25 +87,26 @@ def described(named: Path) -> dict[str, Any]:
     }
 
 
-def bundles(run: Path) -> str:
-    """`bundle_table` in Markdown."""
+def bundles(run: Path, group: str) -> str:
+    """`bundle_table` in Markdown: the bundles of one group, below the oracle and the default."""
     table = bundle_table(run)
+    table = table[(table["group"] == group) | table["name"].isin(["oracle", "default"])]
     shown = [part for part in PARTS if part in table]
-    titles = ["predictors", "tap", "rank", "recall of mass, neurons", "heads", "bytes, share of the body"]
+    titles = ["predictors", "tap", "rank", "tokens", "recall of mass, neurons", "heads", "bytes, share of the body"]
     lines = [
         "| " + " | ".join([*titles, *(f"nats over dense, {PARTS[part]}" for part in shown)]) + " |",
         "|---" * (len(titles) + len(shown)) + "|",
     ]
     for row in table.to_dict("records"):
-        made = [""] * 5
+        made = [""] * 6
         if row["name"] != "oracle":
             ranks = f"{row['rank']:.0f}" + ("" if row["first_rank"] == row["rank"] else f" ({row['first_rank']:.0f})")
-            made = [row["tap"], ranks, f"{row['recall_of_mass_mlp']:.3f}", f"{row['recall_of_mass_heads']:.3f}",
-                    percent(row.get("bytes", float("nan")), 1)]  # fmt: skip
+            recalls = [f"{row[f'recall_of_mass_{kind}']:.3f}" for kind in KINDS]
+            made = [row["tap"], ranks, f"{row['tokens']:,.0f}", *recalls, percent(row.get("bytes", float("nan")), 1)]
         pairs = [(row[part], row[f"{part}_stderr"]) for part in shown]
         losses = ["" if pd.isna(loss) else with_error(loss, error, sign="+") for loss, error in pairs]
         lines.append("| " + " | ".join([row["name"], *made, *losses]) + " |")
-    ending = f"At {percent(table['ratio'].iloc[0])} skipped; in brackets the rank in the first layer."
+    ending = f"At {percent(table['ratio'].iloc[0])} skipped; in brackets the rank in the first layer where it differs."
     return "\n".join([*lines, "", ending])
 
 
@@ -141,8 +151,12 @@ def bundle_folder(named: Path) -> Path:
 
 def name_of(named: Path) -> str:
     """What a bundle's run was called: a sweep names it from the values that differ."""
-    place = named.parent if named.name == "bundle" else named
-    return place.name.removeprefix("predictor=").replace("predictor.", "")
+    return run_of(named).name.removeprefix("predictor=").replace("predictor.", "")
+
+
+def run_of(named: Path) -> Path:
+    """The folder of the run that made a bundle."""
+    return named.parent if named.name == "bundle" else named
 
 
 if __name__ == "__main__":

@@ -1,13 +1,23 @@
-"""What calibration found: loss against the share of the body's bytes skipped, and what each layer keeps."""
+"""What calibration found: loss against the share of the body's bytes skipped, and what each layer keeps; and what the
+budgets cost on held-out text.
+"""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
 import pandas as pd
 from matplotlib.figure import Figure
+from omegaconf import OmegaConf
 
+from dejavu.analysis.bundles import TASK, bundle_folder
 from dejavu.analysis.figures import DPI, RC, WIDTH, save
+from dejavu.analysis.tables import percent, with_error
+from dejavu.errors import DataError
+from dejavu.tracking.files import read_json
+
+ASKED = "max_perplexity_increase"
 
 
 def calibration_curve(table: pd.DataFrame, path: Path | str) -> Path:
@@ -41,3 +51,68 @@ def calibration_curve(table: pd.DataFrame, path: Path | str) -> Path:
 def counts_of(kept: str) -> Sequence[int]:
     """Units kept in each layer, from a cell of the table."""
     return [int(count) for count in kept.split()]
+
+
+def calibrated_table(run: Path) -> pd.DataFrame:
+    """One row for each evaluation in a folder (sweeps/calibrated.yaml): what was given up, what it cost where.
+
+    selector, budget, ratio (asked for), found (calibrate.max_perplexity_increase where that gave the ratio, else NaN),
+    calibration (nats a token over dense on calibration text, of that share only), heldout and heldout_stderr (the same
+    on held-out text), gross (share of the body's bytes skipped), predictors (what choosing reads), net.
+    """
+    rows = []
+    for path in sorted(run.glob("*/result.json")):
+        result, config = read_json(path), OmegaConf.load(path.parent / "config.yaml")
+        sparsity, loss = config.sparsity, result["metrics"][TASK]["loss"]
+        if sparsity.selector == "dense":
+            continue
+        measured = result["sparsity"]["measured"]
+        calibration = read_json(bundle_folder(Path(config.predictors)) / "config.json")["calibration"]
+        asked = calibration.get(ASKED, {})
+        found = sparsity.budget == "calibrated" and abs(sparsity.ratio - asked.get("skipped", math.inf)) < 1e-4
+        increase = (asked["asked"], asked["increase"]) if found else (math.nan, math.nan)
+        gross = 1 - measured["body_density"]
+        cost = measured["cost"]["predictors"] if "cost" in measured else 0.0
+        rows.append({
+            "selector": sparsity.selector, "budget": sparsity.budget, "ratio": sparsity.ratio,
+            "found": increase[0], "calibration": increase[1],
+            "heldout": loss["delta"], "heldout_stderr": loss["delta_stderr"],
+            "gross": gross, "predictors": cost, "net": gross - cost,
+        })  # fmt: skip
+    if not rows:
+        raise DataError(
+            f"{run} has no evaluation with a calibrated bundle: `dejavu evaluate -cn calibrated` makes some"
+        )
+    order = ["selector", "found", "ratio", "budget"]
+    return pd.DataFrame(rows).sort_values(order, ascending=[True, True, True, False], ignore_index=True)
+
+
+def calibrated(run: Path) -> str:
+    """`calibrated_table` in Markdown, and how the found shares of predictors and oracle compare."""
+    table = calibrated_table(run)
+    lines = [
+        "| selector | budget | skipped | predictors read | net | calibration text, nats over dense "
+        "| held-out text, nats over dense | held-out perplexity |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in table.to_dict("records"):
+        budget = row["budget"] if pd.isna(row["found"]) else f"found for +{percent(row['found'])} perplexity"
+        cells = [
+            row["selector"], budget,
+            *(percent(row[share], 1) for share in ("gross", "predictors", "net")),
+            "" if pd.isna(row["calibration"]) else f"{row['calibration']:+.4f}",
+            with_error(row["heldout"], row["heldout_stderr"], sign="+"), f"+{percent(math.expm1(row['heldout']), 1)}",
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", verdict(table)])
+
+
+def verdict(table: pd.DataFrame) -> str:
+    """The net share with predictors beside the oracle's, where both were found."""
+    net = table[table["found"].notna()].groupby("selector")["net"].first()
+    if set(net.index) != {"predictor", "oracle"}:
+        return ""
+    return (
+        f"At the share found, predictors leave out {percent(net['predictor'], 1)} of the body net, the oracle "
+        f"{percent(net['oracle'], 1)}: {percent(net['predictor'] / net['oracle'])} of it."
+    )

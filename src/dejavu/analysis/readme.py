@@ -1,19 +1,21 @@
 """Tables of README and docs, written from runs' files: `python -m dejavu.analysis.readme RUN_DIR FILE.md [NAME]`.
 
 Numbers are put there by this, between two marker lines, and by nothing else. NAME is `table` (a pipeline over the
-embedded model, with its picture), `real` (a sweep over `tasks=real`), `engine` (sweeps/engine.yaml), or `forms`,
-`ranks`, `lookahead` (evaluations of several bundles, docs/predictors.md).
+embedded model, with its picture), `real` (a sweep over `tasks=real`), `engine` (sweeps/engine.yaml), `forms`, `ranks`,
+`tokens`, `lookahead`, `on_policy` (evaluations of several bundles), or `calibrated` (sweeps/calibrated.yaml).
 """
 
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 from omegaconf import OmegaConf
 
 from dejavu.analysis.bundles import bundles
+from dejavu.analysis.calibration import calibrated
 from dejavu.analysis.tables import in_order, percent, read_table, with_error
 from dejavu.errors import DataError
 from dejavu.evaluation.metrics import no_measurable_loss
@@ -161,9 +163,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "table": lambda run: embedded(read_table(run / "table.csv")),
     "real": lambda run: real(read_table(run / "table.csv")),
     "engine": engine,
-    "forms": bundles,
-    "ranks": bundles,
-    "lookahead": bundles,
+    "calibrated": calibrated,
+    **{name: partial(bundles, group=name) for name in ("forms", "ranks", "tokens", "lookahead", "on_policy")},
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# The tables of docs/predictors.md, by `make predictors`; wants runs/readme of `make tables`. What is complete is skipped.
+set -euo pipefail
+dejavu=.venv/bin/dejavu python=.venv/bin/python to=runs/predictors
+
+# Forms, ranks and taps share one cache; then how much text, and two rounds of on-policy recording.
+$dejavu collect corpus.tokens=100000 run_dir=$to/collect
+$dejavu train -cn predictor_forms cache=$to/collect run_dir=$to/forms
+$dejavu train -cn predictor_rank predictor.rank=8,16,64,128 cache=$to/collect run_dir=$to/ranks
+$dejavu train -cn lookahead predictor.tap=direct,previous cache=$to/collect run_dir=$to/lookahead
+for tokens in 25000 50000 200000; do
+  $dejavu collect corpus.tokens=$tokens run_dir=$to/tokens/collect-$tokens
+  $dejavu train cache=$to/tokens/collect-$tokens run_dir=$to/tokens/tokens-$tokens
+done
+before="$to/forms/predictor=default"
+for round in 1 2; do
+  $dejavu collect collect.on_policy=true "predictors='$before'" sparsity.ratio=0.75 corpus.tokens=100000 \
+    run_dir=$to/on_policy/collect-$round
+  $dejavu train cache=$to/on_policy/collect-$round run_dir=$to/on_policy/round-$round
+  before=$to/on_policy/round-$round
+done
+
+made=$(printf "'%s'," $to/forms/predictor=* $to/ranks/rank=* $to/lookahead/tap=* $to/tokens/tokens-* $to/on_policy/round-*)
+$dejavu evaluate -cn predictor_quality "predictors=${made%,}" run_dir=$to/quality
+$dejavu evaluate -cn predictor_quality sparsity.selector=oracle run_dir=$to/quality
+$python -m dejavu.analysis.bundles $to/quality
+for name in forms ranks tokens lookahead on_policy; do
+  $python -m dejavu.analysis.readme $to/quality docs/predictors.md $name
+done
+
+# Budgets, found on text of the train split with predictors and with the oracle, then measured once on held-out text.
+for by in predictor oracle; do
+  $dejavu calibrate predictors=runs/readme/train sparsity.selector=$by calibrate.max_perplexity_increase=0.01 \
+    run_dir=$to/calibrate/$by
+  share=$(sed -n 's/.*perplexity.*sparsity.ratio=//p' $to/calibrate/$by/log.txt | tail -n 1)
+  evaluate="$dejavu evaluate -cn calibrated predictors=$to/calibrate/$by sparsity.selector=$by run_dir=$to/calibrated"
+  $evaluate
+  $evaluate sparsity.budget=calibrated sparsity.ratio="$share"
+done
+$python -m dejavu.analysis.readme $to/calibrated docs/predictors.md calibrated

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dejavu.cli import CONF
+from dejavu.config import from_config
 from dejavu.corpora.blocks import encode_documents, pack
 from dejavu.corpora.pydocs import pydocs
 from dejavu.evaluation.scoring import Request, Scorer
@@ -25,7 +26,7 @@ from dejavu.evaluation.sparsified import calibrate_thresholds, make_scorer
 from dejavu.models.load import LoadedModel, load_model
 from dejavu.models.memory import keep_freed_memory
 from dejavu.predictors.bundle import load_bundle
-from dejavu.schema import Config, from_config
+from dejavu.schema import Config
 
 CONTENDERS = {  # name -> (selector, rule)
     "dense": ("dense", "topk"),

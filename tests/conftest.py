@@ -1,6 +1,9 @@
 """Surroundings that every test shares, and what happens to tests that need more than the repository."""
 
+import logging
 import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +34,34 @@ def _require_data() -> Path:
 def data_root() -> Path:
     """The folder with the local data sets."""
     return _require_data()
+
+
+@pytest.fixture
+def dejavu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., int]]:
+    """The command in this process (a new one imports for seconds), in an empty folder: its arguments -> its exit code.
+
+    What it changes of the process is undone.
+    """
+    from hydra.core.global_hydra import GlobalHydra
+
+    from dejavu import cli
+
+    for name in ("HYDRA_FULL_ERROR", "TQDM_DISABLE"):
+        monkeypatch.setenv(name, "1")
+    log = logging.getLogger("dejavu")
+    handlers, propagate = list(log.handlers), log.propagate
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> int:
+        GlobalHydra.instance().clear()
+        monkeypatch.setattr(sys, "argv", ["dejavu", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code or 0)
+
+    yield run
+    log.handlers[:], log.propagate = handlers, propagate
+    GlobalHydra.instance().clear()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

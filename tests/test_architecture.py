@@ -8,7 +8,7 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "dejavu"
 ORDER = [
-    "errors", "schema", "models", "corpora", "tracking", "activations", "predictors", "sparsity",
+    "errors", "schema", "checks", "config", "models", "corpora", "tracking", "activations", "predictors", "sparsity",
     "decode", "evaluation", "analysis", "benchmark", "pretraining", "stages", "jobs", "cli",
 ]  # fmt: skip
 FILES = sorted(SOURCE.rglob("*.py"))

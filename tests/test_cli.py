@@ -133,7 +133,8 @@ def test_every_config_of_every_group_composes():
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
 
-    from dejavu.schema import Config, from_config
+    from dejavu.config import from_config
+    from dejavu.schema import Config
 
     ConfigStore.instance().store(name="schema", node=Config)
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):

@@ -47,6 +47,26 @@ def test_a_sweep_without_a_diagonal_still_has_its_table(tmp_path):
     assert "table.csv" in names and "sparsity_vs_quality.png" not in names and "density_vs_quality.png" in names
 
 
+def test_each_part_left_out_has_a_curve_of_its_own(tmp_path, monkeypatch):
+    write_run(tmp_path, "dense")
+    density = {"dense-0": 1.0}
+    for ratio in (0.25, 0.5):
+        for part, (mlp, heads) in {"both": (1, 1), "mlp": (1, 0), "heads": (0, 1)}.items():
+            folder = write_run(tmp_path, "oracle", ratio, name=f"{part}-{ratio}")
+            result = json.loads((folder / "result.json").read_text())
+            result["sparsity"]["requested"] = {"mlp": mlp * ratio, "heads": heads * ratio}
+            (folder / "result.json").write_text(json.dumps(result))
+            density[folder.name] = 1 - ratio * (mlp * 2 + heads) / 3
+    drawn = []
+    monkeypatch.setattr("dejavu.analysis.figures.save", lambda figure, path: drawn.append(figure))
+    density_vs_quality(load_runs(tmp_path), density, tmp_path / "a.png")
+    names = [text.get_text() for text in drawn[0].legends[0].get_texts()]
+    assert names == ["oracle, both", "oracle, neurons", "oracle, heads", "95 % interval"]
+    curves = {line.get_label(): line for line in drawn[0].axes[0].get_lines()}
+    assert curves["oracle, neurons"].get_xdata() == pytest.approx([0, 1 / 6, 1 / 3])
+    assert len({curves[name].get_linestyle() for name in names[:3]}) == 3
+
+
 def test_an_empty_sweep_is_refused(tmp_path):
     with pytest.raises(DataError, match="no finished evaluation"):
         leaderboard(tmp_path)

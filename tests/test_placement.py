@@ -7,11 +7,12 @@ from tiny import tiny_llama
 
 from dejavu.activations.collect import cache_head, collect
 from dejavu.activations.writer import CacheWriter
+from dejavu.checks import check
 from dejavu.errors import ConfigError, DataError
 from dejavu.models.contribution import Contributions
 from dejavu.models.load import LoadedModel, load_model
 from dejavu.models.placement import described, limits, planned
-from dejavu.schema import Collect, Config, Model, check
+from dejavu.schema import Collect, Config, Model
 from dejavu.sparsity.budget import Budget
 from dejavu.sparsity.layers import Sparsifier
 from dejavu.sparsity.selectors import Oracle, Selector, Tokens

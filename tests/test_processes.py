@@ -10,10 +10,10 @@ import torch
 from pytorch_lightning.callbacks import Callback
 from test_predictors import FakeCache, config
 
+from dejavu.checks import check
 from dejavu.errors import ConfigError
 from dejavu.predictors.data import CacheData, own_part
 from dejavu.predictors.train import train_predictors
-from dejavu.schema import check
 
 STEPS = 20
 

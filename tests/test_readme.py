@@ -3,8 +3,6 @@
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -26,36 +24,29 @@ COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.star
 SMALL = ["corpus.tokens=8192", "tasks.limit=4", "trainer.epochs=1", "tracking=off"]
 
 
-def dejavu(words: list[str], cwd: Path) -> subprocess.CompletedProcess:
-    command = [str(Path(sys.executable).parent / "dejavu"), *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd)
-
-
 def words_of(line: str) -> list[str]:
     return shlex.split(line.split("#")[0].replace("sweeps", str(ROOT / "sweeps")))[1:]
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_every_command_composes(line, tmp_path):
+def test_every_command_composes(line, dejavu, capsys):
     # A sweep composes one job at a time: here the first of each list of values.
     words = [re.sub(r"=([^,\[]*),.*", r"=\1", word) for word in words_of(line) if word != "-m"]
-    result = dejavu([*words, "--cfg", "job"], tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert "selector:" in result.stdout
+    assert dejavu(*words, "--cfg", "job") == 0
+    assert "selector:" in capsys.readouterr().out
 
 
-def test_the_commands_not_marked_long_run_in_their_order(tmp_path):
-    demo = dejavu(
-        ["pipeline", "-cn", "demo", *SMALL, "pipeline.ratios=[0.75]", "pipeline.selectors=[static]"], tmp_path
-    )
-    assert demo.returncode == 0, demo.stderr
+def test_the_commands_not_marked_long_run_in_their_order(dejavu, tmp_path):
+    small_demo = [*SMALL, "pipeline.ratios=[0.75]", "pipeline.selectors=[static]"]
+    assert dejavu("pipeline", "-cn", "demo", *small_demo) == 0
     for line in COMMANDS:
         if "long:" in line or "DIR" in line:
             continue
-        fewer = ["sparsity.ratio=0.25,0.75", "sparsity.selector=static"] if "-cn sparsity_grid" in line else []
-        result = dejavu([*words_of(line), *SMALL, *fewer], tmp_path)
-        assert result.returncode == 0, f"{line}\n{result.stderr}"
-    assert len(list((tmp_path / "runs" / "sparsity_grid").glob("*/result.json"))) == 2
+        fewer = ["sparsity.selector=oracle", "sparsity.part=mlp"] if "-cn per_part" in line else []
+        if fewer and "sparsity.ratio" not in line:
+            fewer.append("sparsity.ratio=0.75")
+        assert dejavu(*words_of(line), *SMALL, *fewer) == 0, line
+    assert len(list((tmp_path / "runs" / "per_part").glob("*/result.json"))) == 2
 
 
 def test_numbers_in_the_readme_come_from_the_tables_command():

@@ -2,8 +2,9 @@
 
 import pytest
 
+from dejavu.config import resolve_point
 from dejavu.errors import ConfigError
-from dejavu.schema import Sparsity, resolve_point
+from dejavu.schema import Sparsity
 from dejavu.tracking.identity import config_hash, resolved
 
 
@@ -49,7 +50,8 @@ def test_a_point_is_the_same_run_as_its_parts():
     ],
 )  # fmt: skip
 def test_a_schedule_of_another_form_is_refused(steps, says):
-    from dejavu.schema import Config, check
+    from dejavu.checks import check
+    from dejavu.schema import Config
 
     check(Config(sparsity=Sparsity(mlp_schedule=[[0, 0.5], [0.9, 0]])))
     with pytest.raises(ConfigError, match=says):
@@ -59,7 +61,8 @@ def test_a_schedule_of_another_form_is_refused(steps, says):
 def test_dense_is_one_config_whatever_ratios_are_said_beside_it():
     from omegaconf import OmegaConf
 
-    from dejavu.schema import Config, from_config
+    from dejavu.config import from_config
+    from dejavu.schema import Config
 
     said = [{}, {"ratio": 0.5, "part": "mlp"}, {"mlp": 0.9, "heads_layers": [0.5]}, {"mlp_schedule": [[0, 0.5]]}]
     said = [{"sparsity": {"selector": "dense", **each}} for each in said] + [{"sparsity": {"point": "dense@0"}}]

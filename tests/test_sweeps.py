@@ -1,24 +1,23 @@
 """Every file in sweeps/ composes, runs and says what it is for; a user's own file does as well."""
 
-import logging
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from bundles import untrained_bundle
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from rows import data_folder
 from tiny import tiny_opt
 
 from dejavu import cli
+from dejavu.checks import check
+from dejavu.config import resolve_point
 from dejavu.jobs.plan import varying_keys
 from dejavu.jobs.sweep import plans, run_sweep
 from dejavu.models import EMBEDDED
 from dejavu.models.anatomy import Anatomy
-from dejavu.schema import Config, Sparsity, check, resolve_point
+from dejavu.schema import Config, Sparsity
 from dejavu.sparsity.budget import make_budget, scheduled
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,27 +36,6 @@ SWEEPS = {
     "lookahead": ("train", ["predictor.tap=direct,previous"], 2, 0),
     "predictor_forms": ("train", ["predictor=default,reference"], 2, 0),
 }
-
-
-@pytest.fixture
-def dejavu(monkeypatch, tmp_path):
-    """The command in this process; what it changes of the process is undone."""
-    for name in ("HYDRA_FULL_ERROR", "TQDM_DISABLE"):
-        monkeypatch.setenv(name, "1")
-    log = logging.getLogger("dejavu")
-    handlers, propagate = list(log.handlers), log.propagate
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> int:
-        GlobalHydra.instance().clear()
-        monkeypatch.setattr(sys, "argv", ["dejavu", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(ended.value.code or 0)
-
-    yield run
-    log.handlers[:], log.propagate = handlers, propagate
-    GlobalHydra.instance().clear()
 
 
 @pytest.fixture(scope="module")

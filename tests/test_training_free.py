@@ -4,12 +4,13 @@ import pytest
 import torch
 from tiny import tiny_llama, tiny_opt, tiny_opt_post_norm
 
+from dejavu.checks import check
 from dejavu.errors import ConfigError, DataError
 from dejavu.models.contribution import Contributions
 from dejavu.models.families import anatomy
 from dejavu.models.observe import Observer, observed
 from dejavu.models.topk import top_k_mask
-from dejavu.schema import Config, Sparsity, check
+from dejavu.schema import Config, Sparsity
 from dejavu.sparsity.budget import Budget, make_budget, requested_ratios
 from dejavu.sparsity.layers import Sparsifier
 from dejavu.sparsity.selectors import Choice, Oracle, Prompt, Random, Selector, Tokens

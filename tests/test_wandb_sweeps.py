@@ -14,8 +14,9 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
+from dejavu.config import from_config
 from dejavu.evaluation.metrics import metric_names
-from dejavu.schema import Config, from_config
+from dejavu.schema import Config
 from dejavu.stages.inputs import STAGES, check_backend
 from dejavu.tracking.identity import flattened, resolved
 

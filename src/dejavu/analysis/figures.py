@@ -41,6 +41,8 @@ STYLES = {
     "static": ("#009E73", "^"),
     "random": ("#CC79A7", "D"),
 }
+# What a curve leaves out, in words and as a dash: a sweep may hold curves of several.
+PARTS = {"both": ("both", "-"), "mlp": ("neurons", "--"), "heads": ("heads", ":")}
 LABELS = {"bits_per_byte": "bits per byte", "token_perplexity": "perplexity per token", "acc": "accuracy"}
 UNITS = {"bits_per_byte": "documents", "token_perplexity": "blocks", "acc": "questions"}
 RC: dict[RcKeyType, Any] = {
@@ -79,9 +81,13 @@ def density_vs_quality(table: pd.DataFrame, density: Mapping[str, float], path: 
 
 
 def curves(rows: pd.DataFrame, label: str, path: Path | str) -> Path:
-    """The picture of a table whose column `x` is the fraction skipped; `label` says of what."""
+    """The picture of a table whose column `x` is the fraction skipped; `label` says of what.
+
+    A curve for each selector, and for each part (neurons, heads, both) that the selectors leave out.
+    """
     path = Path(path).with_suffix(".png")
     rows = rows[np.isfinite(rows["value"]) & np.isfinite(rows["x"])]
+    rows = rows.assign(part=np.where(rows["heads"] == 0, "mlp", np.where(rows["mlp"] == 0, "heads", "both")))
     panels = main_panels(rows)
     check_drawable(rows, panels)
     with matplotlib.rc_context(RC):
@@ -107,7 +113,7 @@ def check_drawable(rows: pd.DataFrame, panels: list[tuple[str, str]]) -> None:
         raise DataError("the table holds no finite main metric to draw at mlp = heads: evaluate with sparsity.ratio")
     if rows["model"].nunique() > 1:
         raise DataError(f"the table holds several models ({', '.join(sorted(set(rows['model'])))}): filter it to one")
-    repeated = rows[rows.duplicated(["selector", "x", "task", "metric"])]
+    repeated = rows[rows.duplicated(["selector", "part", "x", "task", "metric"])]
     if len(repeated):
         first = repeated.iloc[0]
         raise DataError(
@@ -128,9 +134,11 @@ def draw(rows: pd.DataFrame, panels: list[tuple[str, str]], label: str) -> Figur
     for axis in axes[len(panels) :]:
         axis.remove()
     lines_by_name = {str(line.get_label()): line for axis in axes[: len(panels)] for line in axis.get_lines()}
-    handles = [lines_by_name[name] for name in selectors(rows) if name in lines_by_name]
+    names = [name_of(series, rows) for series in all_series(rows)]
+    handles = [lines_by_name[name] for name in names if name in lines_by_name]
     interval = Patch(facecolor=GREY, alpha=0.2, linewidth=0, label="95 % interval")
-    figure.legend(handles=[*handles, interval], loc="outside lower center", ncols=6, frameon=False)
+    across = 6 if len(names) <= len(STYLES) else 4
+    figure.legend(handles=[*handles, interval], loc="outside lower center", ncols=across, frameon=False)
     figure.suptitle(f"{rows['model'].iloc[0]}: quality when heads and neurons are skipped", fontsize=9, weight="bold")
     return figure
 
@@ -139,9 +147,11 @@ def draw_panel(axis: Axes, rows: pd.DataFrame, task: str, metric: str) -> None:
     """One task: a curve per selector, dense as a line, and for choices what chance and blind guessing reach."""
     panel = rows[(rows["task"] == task) & (rows["metric"] == metric)]
     dense = panel[panel["selector"] == "dense"]
-    for selector in selectors(panel):
+    for series in all_series(panel):
+        selector, part = series
+        own = panel[(panel["selector"] == selector) & (panel["part"] == part)].sort_values("x")
         # Nothing skipped is dense by definition: every curve starts there.
-        draw_curve(axis, pd.concat([dense, panel[panel["selector"] == selector].sort_values("x")]), selector)
+        draw_curve(axis, pd.concat([dense, own]), series, name_of(series, rows))
     axis.set_xlim(0, max(0.5, panel["x"].max()) + 0.04)
     if len(dense):
         reference(axis, dense["value"].iloc[0], "dense", "-", above=metric == "acc")
@@ -159,20 +169,30 @@ def draw_panel(axis: Axes, rows: pd.DataFrame, task: str, metric: str) -> None:
     axis.set_title(f"{task} (n = {panel['n'].max():,} {UNITS[metric]})", loc="left")
 
 
-def selectors(rows: pd.DataFrame) -> list[str]:
-    """The selectors that get a curve, in the order they are shown in."""
-    return sorted(set(rows["selector"]) - {"dense"}, key=selector_rank)
+def all_series(rows: pd.DataFrame) -> list[tuple[str, str]]:
+    """(selector, part) of each curve, in the order they are shown in."""
+    found = rows.loc[rows["selector"] != "dense", ["selector", "part"]].drop_duplicates()
+    pairs = list(found.itertuples(index=False, name=None))
+    return sorted(pairs, key=lambda pair: (selector_rank(pair[0]), list(PARTS).index(pair[1])))
 
 
-def draw_curve(axis: Axes, curve: pd.DataFrame, selector: str) -> None:
-    """One selector's line, marker and 95 % band where it was measured; `curve` starts with the dense row, if any."""
-    colour, marker = STYLES.get(selector, (GREY, "x"))
-    x, y, error = (curve[name].to_numpy(dtype=float) for name in ("x", "value", "stderr"))
+def name_of(series: tuple[str, str], rows: pd.DataFrame) -> str:
+    """What the legend calls a curve: its selector, and the part where the table has several."""
+    selector, part = series
+    several = rows.loc[rows["selector"] != "dense", "part"].nunique() > 1
+    return f"{selector}, {PARTS[part][0]}" if several else selector
+
+
+def draw_curve(axis: Axes, curve: pd.DataFrame, series: tuple[str, str], name: str) -> None:
+    """A line, markers and 95 % band where it was measured; `curve` starts with the dense row, if any."""
+    colour, marker = STYLES.get(series[0], (GREY, "x"))
+    x, y, error = (curve[column].to_numpy(dtype=float) for column in ("x", "value", "stderr"))
     error = INTERVAL * np.nan_to_num(error)
     low, high = np.maximum(y - error, y / 100), y + error  # a logarithmic axis has no zero
-    own = np.flatnonzero(curve["selector"] == selector).tolist()
+    own = np.flatnonzero(curve["selector"] == series[0]).tolist()
     axis.fill_between(x[own], low[own], high[own], color=colour, alpha=0.15, linewidth=0)
-    axis.plot(x, y, color=colour, marker=marker, markevery=own, markersize=4, linewidth=1.4, label=selector)
+    axis.plot(x, y, color=colour, linestyle=PARTS[series[1]][1], marker=marker, markevery=own, markersize=4,
+              linewidth=1.4, label=name)  # fmt: skip
 
 
 def reference(axis: Axes, value: float, label: str, style: str, above: bool) -> None:

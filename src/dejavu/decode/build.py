@@ -2,6 +2,7 @@
 
 import numba
 
+from dejavu.checks import check_kernel, check_kernel_device
 from dejavu.decode.choosing import Chooser, Fixed, Predicted, RandomSets
 from dejavu.decode.engine import Engine
 from dejavu.decode.weights import Weights, pack_predictor, repack
@@ -9,7 +10,7 @@ from dejavu.errors import DataError
 from dejavu.models.anatomy import KINDS
 from dejavu.models.load import LoadedModel
 from dejavu.predictors.bundle import Bundle
-from dejavu.schema import Config, check_kernel, check_kernel_device
+from dejavu.schema import Config
 from dejavu.sparsity.budget import Budget
 from dejavu.sparsity.calibration import choose_budget
 

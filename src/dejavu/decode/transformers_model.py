@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from dejavu.checks import check
 from dejavu.decode.build import make_engine
 from dejavu.decode.engine import Engine
 from dejavu.errors import ConfigError, DataError
@@ -22,7 +23,7 @@ from dejavu.models.families import MODELS, anatomy, supported
 from dejavu.models.load import LoadedModel
 from dejavu.predictors.bundle import Bundle, load_bundle
 from dejavu.predictors.manifest import CONFIG
-from dejavu.schema import Config, Decode, Sparsity, check
+from dejavu.schema import Config, Decode, Sparsity
 
 STANDING = "_dejavu"  # the attribute of a sparsified model that says so
 KEPT_AS_IT_COMES = "the engine keeps its keys and values as they come, so nothing can be reordered or taken back"

@@ -9,8 +9,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from dejavu.config import from_config
 from dejavu.errors import ConfigError
-from dejavu.schema import Config, from_config
+from dejavu.schema import Config
 from dejavu.stages.inputs import STAGES, check_data, resolve_inputs
 from dejavu.tracking.identity import config_hash, resolved
 from dejavu.tracking.run import finished

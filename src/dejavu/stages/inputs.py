@@ -4,11 +4,12 @@ import logging
 from pathlib import Path
 
 from dejavu.activations.manifest import cache_id, read_manifest
+from dejavu.checks import check_kernel
 from dejavu.corpora.available import check_available, check_benchmark
 from dejavu.errors import ConfigError, DataError
 from dejavu.models.packaged import packaged_file
 from dejavu.predictors.manifest import bundle_id, read_bundle_config
-from dejavu.schema import Config, check_kernel
+from dejavu.schema import Config
 from dejavu.tracking.artifacts import FILES, KEYS
 
 log = logging.getLogger("dejavu")

@@ -29,6 +29,7 @@ SWEEPS = {
     "paper_175b": ("evaluate", ["sparsity.selector=dense,predictor"], 2, 1),
     "real_tasks": ("evaluate", ["sparsity.point=dense@0,svd@0.5"], 2, 1),
     "smollm2": ("evaluate", ["sparsity.point=dense@0,random@0.5@mlp", "model.separator=null"], 2, 1),
+    "smollm2_engine": ("evaluate", ["sparsity.point=dense@0,predictor@0.5", "model.separator=null"], 2, 1),
     "engine": ("evaluate", ["decode.storage=float32", "sparsity.point=dense@0,predictor@0.75"], 2, 1),
     "predictor_quality": ("evaluate", ["sparsity.part=both,mlp"], 2, 0),
     "calibrated": ("evaluate", ["sparsity.budget=uniform", "sparsity.ratio=0.5,0.75"], 2, 0),

@@ -75,7 +75,7 @@ def embedded(table: pd.DataFrame) -> str:
 def real(table: pd.DataFrame) -> str:
     """One row per evaluation: what was asked for and measured, each task's value and paired difference; the verdict."""
     tasks = [pair for pair in REAL if ((table["task"] == pair[0]) & (table["metric"] == pair[1])).any()]
-    counts = {pair: int(_of(table, *pair)["n"].max()) for pair in tasks}
+    counts = {pair: int(rows_of(table, *pair)["n"].max()) for pair in tasks}
     headers = [f"{REAL[pair]} (n = {counts[pair]:,})" for pair in tasks]
     lines = [
         "| neurons, heads skipped | selector | used | sparse share | " + " | ".join(headers) + " |",
@@ -85,7 +85,7 @@ def real(table: pd.DataFrame) -> str:
     for _, rows in in_order(table).groupby(keys, sort=False):
         first = rows.iloc[0]
         used = f"{percent(first['mlp_density'])}, {percent(first['head_density'])}"
-        cells = [_valued(_of(rows, *pair)) for pair in tasks]
+        cells = [valued(rows_of(rows, *pair)) for pair in tasks]
         start = [f"{percent(first['mlp'])}, {percent(first['heads'])}", first["selector"], used]
         lines.append("| " + " | ".join([*start, percent(first["sparse_token_share"]), *cells]) + " |")
     return "\n".join([*lines, "", verdict(table, tasks)])
@@ -97,7 +97,7 @@ def verdict(table: pd.DataFrame, tasks: list[tuple[str, str]]) -> str:
     sparse = table[table["selector"] != "dense"]
     for selector, rows in in_order(sparse).groupby("selector", sort=False):
         points = [point for _, point in rows.groupby(["mlp", "heads"])]
-        held = [point.iloc[0] for point in points if all(_held(_of(point, *pair)) for pair in tasks)]
+        held = [point.iloc[0] for point in points if all(_held(rows_of(point, *pair)) for pair in tasks)]
         best = max(held, key=lambda row: row["mlp"] + row["heads"], default=None)
         skipped = "none of its ratios"
         if best is not None:
@@ -114,11 +114,12 @@ def _held(rows: pd.DataFrame) -> bool:
     return no_measurable_loss(str(row["metric"]), row["value"], row["delta"], row["delta_stderr"])
 
 
-def _of(rows: pd.DataFrame, task: str, metric: str) -> pd.DataFrame:
+def rows_of(rows: pd.DataFrame, task: str, metric: str) -> pd.DataFrame:
+    """The rows of one metric of one task."""
     return rows[(rows["task"] == task) & (rows["metric"] == metric)]
 
 
-def _valued(rows: pd.DataFrame) -> str:
+def valued(rows: pd.DataFrame) -> str:
     """Value with its error and, of a sparse model, the paired difference with its own."""
     if rows.empty:
         return ""
@@ -129,7 +130,7 @@ def _valued(rows: pd.DataFrame) -> str:
 
 def _cell(rows: pd.DataFrame, task: str, metric: str) -> str:
     """Value with its error; for the loss of a sparse model the paired difference to dense, which is what counts."""
-    row = _of(rows, task, metric).iloc[0]
+    row = rows_of(rows, task, metric).iloc[0]
     if metric == "loss":
         if pd.isna(row["delta"]):
             return f"(dense: {with_error(row['value'], row['stderr'])})"

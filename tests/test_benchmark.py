@@ -1,8 +1,10 @@
 """`dejavu benchmark`: bytes and floors, contenders, workers and their failures, the table; never a speed."""
 
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -200,6 +202,33 @@ def test_a_worker_that_dies_is_told():
         process.process.kill()
         with pytest.raises(DataError, match="ran out of memory"):
             process.ask(do="decode", variant=0, tokens=1)
+
+
+def test_a_worker_ends_when_the_process_that_asked_was_killed():
+    """Also one that is at work and does not look at its input: here the input stays open in this process."""
+    read, write = os.pipe()
+    start = (
+        "import os, subprocess, sys; from dejavu.benchmark.measure import command; "
+        "worker = subprocess.Popen(command(), stdin=0); print(worker.pid, flush=True); worker.wait()"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", start], stdin=read, stdout=subprocess.PIPE)
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    for _ in range(100):
+        if not alive(pid):
+            break
+        time.sleep(0.1)
+    os.close(write)
+    assert not alive(pid)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and waits to be collected does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_peer_that_is_missing_says_how_to_get_it(monkeypatch):

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from dejavu.analysis.bundles import bundles
 from dejavu.analysis.calibration import calibrated
+from dejavu.analysis.runs import load_runs
 from dejavu.analysis.tables import in_order, percent, read_table, with_error
 from dejavu.errors import DataError
 from dejavu.evaluation.metrics import no_measurable_loss
@@ -162,7 +163,7 @@ def engine(run: Path) -> str:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "table": lambda run: embedded(read_table(run / "table.csv")),
-    "real": lambda run: real(read_table(run / "table.csv")),
+    "real": lambda run: real(load_runs(run)),  # also of a sweep that is not complete
     "engine": engine,
     "calibrated": calibrated,
     **{name: partial(bundles, group=name) for name in ("forms", "ranks", "tokens", "lookahead", "on_policy")},

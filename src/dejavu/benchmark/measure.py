@@ -63,6 +63,11 @@ class Process:
             self.process.wait()
 
 
+def command() -> list[str]:
+    """What starts a worker that ends with this process."""
+    return [sys.executable, "-m", "dejavu.benchmark.worker", str(os.getpid())]
+
+
 @contextmanager
 def worker(spec: dict[str, Any]) -> Iterator[Process]:
     """A process with the spec's environment, its contender built. Raises DataError when that fails."""
@@ -71,8 +76,8 @@ def worker(spec: dict[str, Any]) -> Iterator[Process]:
     process = Process(
         spec,
         subprocess.Popen(
-            [sys.executable, "-m", "dejavu.benchmark.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True, env=environment,
+            command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env=environment,
         ),
     )  # fmt: skip
     try:

@@ -1,4 +1,5 @@
-"""The process in which a contender lives: builds it, then does what lines of JSON on its input say.
+"""The process in which a contender lives: builds it, then does what lines of JSON on its input say. Its argument is
+the process that asks, with which it ends.
 
 {"do": "build", "spec": {...}}                                  -> {"memory_mb": ...}
 {"do": "start", "variant": 0, "prompt": [...], "room": 64}      -> {"ms": first token}
@@ -8,8 +9,11 @@
 import json
 import os
 import resource
+import shutil
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +57,21 @@ def answer(order: dict[str, Any], made: list[Any], scratch: Path) -> dict[str, A
     return {"ms": contender.decode(order["tokens"])}
 
 
+def leave_with(parent: int, scratch: Path) -> None:
+    """End this process, and its gigabytes, when the one that asked is gone: compiling may last minutes more."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    shutil.rmtree(scratch, ignore_errors=True)
+    os._exit(1)
+
+
 def main() -> None:
     """Answer until the input ends. Libraries may print: their output goes where errors go."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     made: list[Any] = []
     with tempfile.TemporaryDirectory(prefix="dejavu-benchmark-") as scratch:
+        threading.Thread(target=leave_with, args=(int(sys.argv[1]), Path(scratch)), daemon=True).start()
         for line in sys.stdin:
             try:
                 reply = answer(json.loads(line), made, Path(scratch))

@@ -18,10 +18,12 @@ from dejavu.models.load import LoadedModel
 from dejavu.models.topk import top_k_mask
 from dejavu.predictors.bundle import load_bundle, recalibrated
 from dejavu.schema import METHODS, Calibrate, Sparsity
+from dejavu.sparsity.accounting import choosing_costs
 from dejavu.sparsity.budget import Budget
 from dejavu.sparsity.calibration import (
     Point,
     at_target,
+    body_weights,
     by_loss,
     by_recall,
     by_recall_to_target,
@@ -58,7 +60,10 @@ def test_budgets_by_loss_meet_the_byte_target_within_a_hundredth(data, target):
             counts = sorted({max(1, round(level * WIDE.units(kind))) for level in (0.02, 0.1, 0.35, 0.75)})
             values = data.draw(st.lists(st.floats(-0.01, 3), min_size=len(counts), max_size=len(counts)))
             losses[kind, layer] = dict(zip(counts, values, strict=True))
-    budget = by_loss(losses, target, WIDE)
+    costs = {
+        group: data.draw(st.floats(0, 1.5 * WIDE.units(group[0]) * WIDE.unit_weights(group[0]))) for group in losses
+    }
+    budget = by_loss(losses, target, WIDE, costs)
     assert abs(skipped_share(budget, WIDE) - target) < 0.01
     for kind in ("mlp", "heads"):
         assert all(min(losses[kind, layer]) <= kept <= WIDE.units(kind) for layer, kept in enumerate(budget.of(kind)))
@@ -68,17 +73,30 @@ def test_what_is_free_is_given_up_first():
     losses = {(kind, layer): {1: 1.0} for kind in ("mlp", "heads") for layer in range(WIDE.layers)}
     losses["mlp", 1] = {512: 0.0, 1: 5.0}
     share = 512 * WIDE.unit_weights("mlp") / (2 * (1024 * WIDE.unit_weights("mlp") + 4 * WIDE.unit_weights("heads")))
-    budget = by_loss(losses, share, WIDE)
+    budget = by_loss(losses, share, WIDE, {})
     assert budget == Budget((1024, 512), (4, 4))
     with pytest.raises(ConfigError, match=r"calibrate\.targets has 1"):
-        by_loss(losses, 1.0, WIDE)
+        by_loss(losses, 1.0, WIDE, {})
 
 
 def test_a_cheap_step_behind_a_dear_one_is_reached_through_it():
     losses = {(kind, layer): {1: 100.0} for kind in ("mlp", "heads") for layer in range(WIDE.layers)}
     losses["mlp", 0] = {900: 0.5, 100: 0.6}
-    budget = by_loss(losses, 0.2, WIDE)
+    budget = by_loss(losses, 0.2, WIDE, {})
     assert budget.mlp[0] < 700 and budget.mlp[1] == 1024 and budget.heads == (4, 4)
+
+
+def test_a_group_that_hardly_pays_for_its_predictor_is_left_whole():
+    """Two groups of the same size and losses, one with a dear predictor: it comes last, unless nothing else is left."""
+    losses = {(kind, layer): {1: 100.0} for kind in ("mlp", "heads") for layer in range(WIDE.layers)}
+    losses |= {("mlp", 0): {512: 0.1}, ("mlp", 1): {512: 0.1}}
+    half = 512 * WIDE.unit_weights("mlp")
+    share = half / body_weights(WIDE)
+    assert by_loss(losses, share, WIDE, {("mlp", 0): 0.5 * half}) == Budget((1024, 512), (4, 4))
+    assert by_loss(losses, share, WIDE, {("mlp", 1): 2.0 * half}) == Budget((512, 1024), (4, 4))
+    assert by_loss(losses, 2 * share, WIDE, {("mlp", 1): 2.0 * half}).mlp[0] == 512
+    dear = {("mlp", layer): 2.0 * half for layer in range(2)} | {("heads", layer): 1e9 for layer in range(2)}
+    assert abs(skipped_share(by_loss(losses, share, WIDE, dear), WIDE) - share) < 0.01
 
 
 @settings(max_examples=30, deadline=None)
@@ -128,9 +146,9 @@ def test_recalls_are_those_of_a_plain_computation(bench):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_meets_its_targets_on_a_model(bench, method):
-    made, _ = bench
-    said = []
-    plan = make_plan(made, Calibrate(method=method, levels=[0.05, 0.3, 0.6]), said.append)
+    made, bundle = bench
+    said, tries = [], Calibrate(method=method, levels=[0.05, 0.3, 0.6])
+    plan = make_plan(made, tries, choosing_costs(bundle), said.append)
     for target in TARGETS:
         point = made.measured(plan(target))
         assert abs(point.skipped - target) < (0.15 if method == "recall" else 0.03)  # a head is a tenth of this body

@@ -4,7 +4,7 @@ A plan goes from a share of the body's bytes to a budget.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -64,8 +64,8 @@ class Bench:
         return self.increase(Budget(tuple(counts["mlp"]), tuple(counts["heads"])))
 
 
-def make_plan(bench: Bench, settings: Calibrate, say: Callable[[str], None]) -> Plan:
-    """From a share of the body's bytes to a budget, by `calibrate.method`."""
+def make_plan(bench: Bench, settings: Calibrate, costs: Mapping[Group, float], say: Callable[[str], None]) -> Plan:
+    """From a share of the body's bytes to a budget, by `calibrate.method`; `costs` as in `by_loss`."""
     parts = bench.loaded.anatomy
     if settings.method == "uniform":
         return bench.uniform
@@ -78,7 +78,7 @@ def make_plan(bench: Bench, settings: Calibrate, say: Callable[[str], None]) -> 
             counts = sorted({kept(1 - level, parts.units(kind)) for level in settings.levels})
             losses[kind, layer] = {count: bench.alone((kind, layer), count) for count in counts}
             say(f"{kind} {layer}: " + ", ".join(f"{k} kept {v:+.4f}" for k, v in losses[kind, layer].items()))
-    return lambda target: by_loss(losses, target, parts)
+    return lambda target: by_loss(losses, target, parts, costs)
 
 
 def largest(bench: Bench, plan: Plan, increase: float) -> Point:

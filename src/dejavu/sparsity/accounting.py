@@ -1,5 +1,6 @@
 """What really ran sparse, how good the choice was, and what it cost: what stands beside every quality number."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,15 @@ class Recall:
             name: [None if sums is None else float(sums[number]) / self.tokens for sums in found]
             for number, name in enumerate(names)
         }
+
+
+def choosing_costs(bundle: "Bundle") -> dict[tuple[str, int], float]:
+    """Weights that each group's predictor reads, by (kind, layer); what several share is divided among them."""
+    tensors = {(kind, layer): bundle.tensors_of(kind, layer) for kind in KINDS for layer in bundle.layers}
+    readers = Counter(name for each in tensors.values() for name in each)
+    return {
+        group: sum(tensor.numel() / readers[name] for name, tensor in each.items()) for group, each in tensors.items()
+    }
 
 
 def cost_account(measured: Mapping[str, Any], bundle: "Bundle", anatomy: Anatomy) -> dict[str, float]:

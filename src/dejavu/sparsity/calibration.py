@@ -2,12 +2,14 @@
 the body's bytes is not read.
 
 By loss: every group (a kind in a layer) was thinned out alone at a few densities and the loss measured. Losses of
-groups are taken to add up, and the target is met by always giving up next what costs least per byte. By recall: every
+groups are taken to add up, and the target is met by always giving up next what costs least per byte saved, where what a
+predictor reads is not saved: a group that gains little is left whole and its predictor is not read. By recall: every
 group keeps as many units as it takes for the same recall of mass.
 
 Units of a group are counted as kept, k; a group's bytes are k times those of a unit.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -61,16 +63,21 @@ def body_weights(anatomy: Anatomy) -> float:
     return anatomy.layers * sum(anatomy.units(kind) * anatomy.unit_weights(kind) for kind in KINDS)
 
 
-def by_loss(losses: Mapping[Group, Mapping[int, float]], target: float, anatomy: Anatomy) -> Budget:
+def by_loss(
+    losses: Mapping[Group, Mapping[int, float]], target: float, anatomy: Anatomy, costs: Mapping[Group, float]
+) -> Budget:
     """The budget that skips a share of the body's bytes at the least sum of the groups' losses.
 
     losses   of each group the loss over dense when it alone keeps k units, for some k
+    costs    of each group the weights that choosing its units reads; none where nothing is read
     Raises ConfigError for a target that the lowest k measured do not reach.
     """
     steps = sorted(
         (slope, group, first, last)
         for group, measured in losses.items()
-        for slope, first, last in _descent(measured, anatomy.units(group[0]), anatomy.unit_weights(group[0]))
+        for slope, first, last in _descent(
+            measured, anatomy.units(group[0]), anatomy.unit_weights(group[0]), costs.get(group, 0.0)
+        )
     )
     kept = {group: anatomy.units(group[0]) for group in losses}
     wanted = target * body_weights(anatomy)
@@ -89,27 +96,30 @@ def by_loss(losses: Mapping[Group, Mapping[int, float]], target: float, anatomy:
     return _budget(kept, anatomy)
 
 
-def _descent(measured: Mapping[int, float], units: int, weight: float) -> list[tuple[float, int, int]]:
-    """(loss a byte, from k, to k) of steps down from all units, each costlier than the one before.
+def _descent(measured: Mapping[int, float], units: int, weight: float, cost: float) -> list[tuple[float, int, int]]:
+    """(loss a weight saved, from k, to k) of steps down from all units, each dearer than the one before.
 
     Noise aside, fewer units lose more; of the rest the lower convex hull is kept, since a cheap step behind a dear one
-    is reached by taking both.
+    is reached by taking both. `cost` comes off the first step's savings. A group that never saves as much comes last.
     """
-    points, worst = [(units, 0.0)], 0.0
+    points, worst = [(0.0, 0.0, units)], 0.0  # saved, loss, k
     for kept in sorted((kept for kept in measured if kept < units), reverse=True):
         worst = max(worst, measured[kept])
-        points.append((kept, worst))
-    hull: list[tuple[int, float]] = []
-    for kept, loss in points:
-        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], (kept, loss)):
+        points.append(((units - kept) * weight - cost, worst, kept))
+    worth = [point for point in points[1:] if point[0] > 0]
+    if not worth:
+        return [(math.inf, units, points[-1][2])] if len(points) > 1 else []
+    hull = points[:1]
+    for point in worth:
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
             hull.pop()
-        hull.append((kept, loss))
-    return [(_slope(before, after) / weight, before[0], after[0]) for before, after in pairwise(hull)]
+        hull.append(point)
+    return [(_slope(before, after), before[2], after[2]) for before, after in pairwise(hull)]
 
 
-def _slope(before: tuple[int, float], after: tuple[int, float]) -> float:
-    """Loss for each unit given up."""
-    return (after[1] - before[1]) / (before[0] - after[0])
+def _slope(before: tuple[float, float, int], after: tuple[float, float, int]) -> float:
+    """Loss for each weight saved."""
+    return (after[1] - before[1]) / (after[0] - before[0])
 
 
 def by_recall(recalls: Mapping[Group, np.ndarray], wanted: float, anatomy: Anatomy) -> Budget:

@@ -18,6 +18,7 @@ from dejavu.models.load import load_model
 from dejavu.models.memory import keep_freed_memory
 from dejavu.predictors.bundle import load_bundle, recalibrated
 from dejavu.schema import Calibrate
+from dejavu.sparsity.accounting import choosing_costs
 from dejavu.sparsity.calibration import Point, by_recall
 from dejavu.stages.collect import corpus_blocks
 from dejavu.tracking.files import by_rename
@@ -36,7 +37,8 @@ def run(run: Run) -> None:
     run.say(
         f"calibrating {selector.name} on {blocks_NT.size:,} tokens of {config.corpus.name}: dense {bench.dense:.4f}"
     )
-    plan = make_plan(bench, settings, run.say)
+    costs = choosing_costs(bundle) if selector.name == "predictor" else {}
+    plan = make_plan(bench, settings, costs, run.say)
     curve, table = measured_curve(bench, plan, settings)
     found = what_was_asked(bench, plan, settings, run)
     points = sorted([*curve, *found.values()], key=lambda point: point.skipped)

@@ -20,8 +20,11 @@ for round in 1 2; do
   before=$to/on_policy/round-$round
 done
 
-made=$(printf "'%s'," $to/forms/predictor=* $to/ranks/rank=* $to/lookahead/tap=* $to/tokens/tokens-* $to/on_policy/round-*)
-$dejavu evaluate -cn predictor_quality "predictors=${made%,}" run_dir=$to/quality
+# Forms by part, the others with both parts skipped.
+named() { printf "'%s'," "$@" | sed 's/,$//'; }
+$dejavu evaluate -cn predictor_quality "predictors=$(named $to/forms/predictor=*)" run_dir=$to/quality
+$dejavu evaluate -cn predictor_quality sparsity.part=both run_dir=$to/quality \
+  "predictors=$(named $to/ranks/rank=* $to/lookahead/tap=* $to/tokens/tokens-* $to/on_policy/round-*)"
 $dejavu evaluate -cn predictor_quality sparsity.selector=oracle run_dir=$to/quality
 $python -m dejavu.analysis.bundles $to/quality
 for name in forms ranks tokens lookahead on_policy; do

@@ -63,9 +63,10 @@ def calibrated_table(run: Path) -> pd.DataFrame:
     rows = []
     for path in sorted(run.glob("*/result.json")):
         result, config = read_json(path), OmegaConf.load(path.parent / "config.yaml")
-        sparsity, loss = config.sparsity, result["metrics"][TASK]["loss"]
-        if sparsity.selector == "dense":
+        sparsity = config.sparsity
+        if result["status"] != "ok" or sparsity.selector == "dense":
             continue
+        loss = result["metrics"][TASK]["loss"]
         measured = result["sparsity"]["measured"]
         calibration = read_json(bundle_folder(Path(config.predictors)) / "config.json")["calibration"]
         asked = calibration.get(ASKED, {})

@@ -50,9 +50,10 @@ def test_a_sweep_without_a_diagonal_still_has_its_table(tmp_path):
 def test_each_part_left_out_has_a_curve_of_its_own(tmp_path, monkeypatch):
     write_run(tmp_path, "dense")
     density = {"dense-0": 1.0}
-    for ratio in (0.25, 0.5):
+    names = ["oracle, both", "oracle, neurons", "oracle, heads", "predictor, both", "predictor, neurons"]
+    for selector, ratio in (("oracle", 0.25), ("oracle", 0.5), ("predictor", 0.5)):
         for part, (mlp, heads) in {"both": (1, 1), "mlp": (1, 0), "heads": (0, 1)}.items():
-            folder = write_run(tmp_path, "oracle", ratio, name=f"{part}-{ratio}")
+            folder = write_run(tmp_path, selector, ratio, name=f"{selector}-{part}-{ratio}")
             result = json.loads((folder / "result.json").read_text())
             result["sparsity"]["requested"] = {"mlp": mlp * ratio, "heads": heads * ratio}
             (folder / "result.json").write_text(json.dumps(result))
@@ -60,8 +61,14 @@ def test_each_part_left_out_has_a_curve_of_its_own(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr("dejavu.analysis.figures.save", lambda figure, path: drawn.append(figure))
     density_vs_quality(load_runs(tmp_path), density, tmp_path / "a.png")
-    names = [text.get_text() for text in drawn[0].legends[0].get_texts()]
-    assert names == ["oracle, both", "oracle, neurons", "oracle, heads", "95 % interval"]
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == [
+        *names,
+        "predictor, heads",
+        "95 % interval",
+    ]
+    drawn[0].canvas.draw()
+    box = drawn[0].legends[0].get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= drawn[0].bbox.x1, "the legend is within the picture"
     curves = {line.get_label(): line for line in drawn[0].axes[0].get_lines()}
     assert curves["oracle, neurons"].get_xdata() == pytest.approx([0, 1 / 6, 1 / 3])
     assert len({curves[name].get_linestyle() for name in names[:3]}) == 3

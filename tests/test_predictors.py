@@ -207,6 +207,26 @@ def test_units_worth_computing_contribute_and_are_half_at_most():
     assert start.argsort().tolist() == c.mean(0).argsort().tolist(), "before training the order is static's"
 
 
+@pytest.mark.parametrize("active", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("scale", [1.0, 50.0])
+def test_the_default_loss_is_a_weighted_cross_entropy(active, scale):
+    """Value and gradient, as the chain of operators gives them; far from 0 as well, where log(0) lurks."""
+    torch.manual_seed(0)
+    c = torch.rand(40, 24) * (torch.rand(40, 24) < active)
+    statistics = statistics_of(c)
+    target = labels.targets(c, statistics, Settings())
+    weight = torch.where(target > 0, (c / statistics.scale).sqrt(), 1.0)
+    mine = (scale * torch.randn(40, 24)).requires_grad_()
+    chain = mine.detach().clone().requires_grad_()
+    found = labels.loss(mine, c, statistics, Settings())
+    wanted = (torch.nn.functional.binary_cross_entropy_with_logits(chain, target, reduction="none") * weight).mean()
+    torch.testing.assert_close(found, wanted)
+    (3 * found).backward()
+    (3 * wanted).backward()
+    torch.testing.assert_close(mine.grad, chain.grad)
+    assert bool(mine.grad.isfinite().all())
+
+
 def test_labels_of_a_silent_layer_are_zero():
     silent = UnitStatistics(torch.zeros(3), torch.zeros(3), torch.zeros(3))
     for label in ("contribution", "amount", "nonzero"):

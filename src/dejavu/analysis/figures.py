@@ -137,7 +137,7 @@ def draw(rows: pd.DataFrame, panels: list[tuple[str, str]], label: str) -> Figur
     names = [name_of(series, rows) for series in all_series(rows)]
     handles = [lines_by_name[name] for name in names if name in lines_by_name]
     interval = Patch(facecolor=GREY, alpha=0.2, linewidth=0, label="95 % interval")
-    across = 6 if len(names) <= len(STYLES) else 4
+    across = 6 if max(map(len, names), default=0) < 10 else 3  # what fits the figure's width
     figure.legend(handles=[*handles, interval], loc="outside lower center", ncols=across, frameon=False)
     figure.suptitle(f"{rows['model'].iloc[0]}: quality when heads and neurons are skipped", fontsize=9, weight="bold")
     return figure

@@ -4,17 +4,17 @@ set -euo pipefail
 dejavu=.venv/bin/dejavu python=.venv/bin/python to=runs/predictors
 
 # Forms, ranks and taps share one cache; then how much text, and two rounds of on-policy recording.
-$dejavu collect corpus.tokens=100000 run_dir=$to/collect
+$dejavu collect corpus.tokens=50000 run_dir=$to/collect
 $dejavu train -cn predictor_forms cache=$to/collect run_dir=$to/forms
 $dejavu train -cn predictor_rank predictor.rank=8,16,64,128 cache=$to/collect run_dir=$to/ranks
 $dejavu train -cn lookahead predictor.tap=direct,previous cache=$to/collect run_dir=$to/lookahead
-for tokens in 25000 50000 200000; do
+for tokens in 12500 25000 100000 200000; do
   $dejavu collect corpus.tokens=$tokens run_dir=$to/tokens/collect-$tokens
   $dejavu train cache=$to/tokens/collect-$tokens run_dir=$to/tokens/tokens-$tokens
 done
 before="$to/forms/predictor=default"
 for round in 1 2; do
-  $dejavu collect collect.on_policy=true "predictors='$before'" sparsity.ratio=0.75 corpus.tokens=100000 \
+  $dejavu collect collect.on_policy=true "predictors='$before'" sparsity.ratio=0.75 corpus.tokens=50000 \
     run_dir=$to/on_policy/collect-$round
   $dejavu train cache=$to/on_policy/collect-$round run_dir=$to/on_policy/round-$round
   before=$to/on_policy/round-$round

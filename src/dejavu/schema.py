@@ -107,11 +107,11 @@ class Predictor:
 
 @dataclass
 class Trainer:
-    learning_rate: float = 2e-3
+    learning_rate: float = 0.016
     weight_decay: float = 0.0
     warmup_steps: int = 100
     batch_tokens: int = 1024
-    epochs: int = 4
+    epochs: int = 8
     patience: int = 2
     held_out: float = 0.05
     max_steps: int = -1

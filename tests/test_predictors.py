@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpy_st
 from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.loggers import CSVLogger
 from safetensors.torch import load_file, save_file
 from tiny import VOCABULARY, tiny_opt
 
@@ -495,13 +496,17 @@ def test_a_slurm_job_trains_like_any_other(tmp_path, recwarn, monkeypatch):
     assert [str(warning.message) for warning in recwarn] == []
 
 
-def test_training_says_nothing_by_itself(tmp_path, capsys, recwarn, monkeypatch):
+@pytest.mark.parametrize("epochs", [1, 8])
+def test_training_says_nothing_by_itself(epochs, tmp_path, capsys, recwarn, monkeypatch):
+    """Also where an epoch is shorter than the usual interval of logging and the run is longer."""
     said = []
     srun = tmp_path / "srun"  # as on a cluster, which Lightning remarks upon
     srun.touch(mode=0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(logging.getLogger("pytorch_lightning"), "handlers", [SayingHandler(said)])
-    train_predictors(FakeCache(), config(epochs=1), tmp_path)
+    loggers = [CSVLogger(tmp_path, name="", version="")]
+    metrics = train_predictors(FakeCache(), config(epochs=epochs), tmp_path, loggers).metrics
+    assert metrics["steps"] // epochs < 50 and (epochs == 1 or metrics["steps"] > 50)
     assert said == [] and capsys.readouterr() == ("", "") and [str(w.message) for w in recwarn] == []
 
 

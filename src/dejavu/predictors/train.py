@@ -189,7 +189,7 @@ def _fit(
             # max_steps may end a run before its first validation, which these two could then not read.
             callbacks=[*([best, stop, last] if steps >= len(data.sampler) else []), *callbacks],
             num_sanity_val_steps=0,
-            log_every_n_steps=max(1, min(50, steps)),
+            log_every_n_steps=max(1, min(50, steps, len(data.sampler))),
             enable_progress_bar=interactive(),
             enable_model_summary=False,
             default_root_dir=folder,

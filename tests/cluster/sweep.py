@@ -30,6 +30,7 @@ def main() -> None:
         check_sweep(folder)
     else:
         with tempfile.TemporaryDirectory() as name:
+            Path(name).chmod(0o755)  # munge refuses a socket that others cannot reach, and Python makes this 700
             check_sweep(Path(name))
 
 

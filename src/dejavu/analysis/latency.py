@@ -86,7 +86,7 @@ def speed_and_quality(folder: Path | str) -> pd.DataFrame:
     runs = {run.name: run for run in find_runs(Path(folder)) if "ms_per_token" in run.result.get("timing", {})}
     if not runs:
         raise DataError(
-            f"{folder} holds no evaluation that decoded: `dejavu evaluate -cd sweeps -cn engine` measures quality and "
+            f"{folder} holds no evaluation that decoded: `dejavu evaluate -cn engine` measures quality and "
             "speed of one object"
         )
     table = long_table(list(runs.values()))

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from dejavu.analysis.figures import DPI, GREY, RC, STYLES, WIDTH, save
-from dejavu.analysis.tables import percent, with_error
+from dejavu.analysis.tables import markdown, percent, with_error
 from dejavu.errors import DataError
 from dejavu.evaluation.metrics import INTERVAL
 from dejavu.models.anatomy import KINDS
@@ -93,10 +93,8 @@ def bundles(run: Path, group: str) -> str:
     table = table[(table["group"] == group) | table["name"].isin(["oracle", "default"])]
     shown = [part for part in PARTS if part in table]
     titles = ["predictors", "tap", "rank", "tokens", "recall of mass, neurons", "heads", "bytes, share of the body"]
-    lines = [
-        "| " + " | ".join([*titles, *(f"nats over dense, {PARTS[part]}" for part in shown)]) + " |",
-        "|---" * (len(titles) + len(shown)) + "|",
-    ]
+    titles += [f"nats over dense, {PARTS[part]}" for part in shown]
+    lines = []
     for row in table.to_dict("records"):
         made = [""] * 6
         if row["name"] != "oracle":
@@ -105,9 +103,9 @@ def bundles(run: Path, group: str) -> str:
             made = [row["tap"], ranks, f"{row['tokens']:,.0f}", *recalls, percent(row.get("bytes", float("nan")), 1)]
         pairs = [(row[part], row[f"{part}_stderr"]) for part in shown]
         losses = ["" if pd.isna(loss) else with_error(loss, error, sign="+") for loss, error in pairs]
-        lines.append("| " + " | ".join([row["name"], *made, *losses]) + " |")
+        lines.append([row["name"], *made, *losses])
     ending = f"At {percent(table['ratio'].iloc[0])} skipped; in brackets the rank in the first layer where it differs."
-    return "\n".join([*lines, "", ending])
+    return f"{markdown(titles, lines)}\n\n{ending}"
 
 
 def picture(table: pd.DataFrame, path: Path) -> Path:

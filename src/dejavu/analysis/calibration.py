@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from dejavu.analysis.bundles import TASK, bundle_folder
 from dejavu.analysis.figures import DPI, RC, WIDTH, save
-from dejavu.analysis.tables import percent, with_error
+from dejavu.analysis.tables import markdown, percent, with_error
 from dejavu.errors import DataError
 from dejavu.tracking.files import read_json
 
@@ -91,21 +91,18 @@ def calibrated_table(run: Path) -> pd.DataFrame:
 def calibrated(run: Path) -> str:
     """`calibrated_table` in Markdown, and how the found shares of predictors and oracle compare."""
     table = calibrated_table(run)
-    lines = [
-        "| selector | budget | skipped | predictors read | net | calibration text, nats over dense "
-        "| held-out text, nats over dense | held-out perplexity |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    titles = ["selector", "budget", "skipped", "predictors read", "net", "calibration text, nats over dense"]
+    titles += ["held-out text, nats over dense", "held-out perplexity"]
+    lines = []
     for row in table.to_dict("records"):
         budget = row["budget"] if pd.isna(row["found"]) else f"found for +{percent(row['found'])} perplexity"
-        cells = [
+        lines.append([
             row["selector"], budget,
             *(percent(row[share], 1) for share in ("gross", "predictors", "net")),
             "" if pd.isna(row["calibration"]) else f"{row['calibration']:+.4f}",
             with_error(row["heldout"], row["heldout_stderr"], sign="+"), f"+{percent(math.expm1(row['heldout']), 1)}",
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", verdict(table)])
+        ])  # fmt: skip
+    return f"{markdown(titles, lines)}\n\n{verdict(table)}"
 
 
 def verdict(table: pd.DataFrame) -> str:

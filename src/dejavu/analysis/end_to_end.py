@@ -10,7 +10,7 @@ import pandas as pd
 
 from dejavu.analysis.latency import read_benchmark, speed_and_quality
 from dejavu.analysis.readme import REAL, put, rows_of, valued
-from dejavu.analysis.tables import in_order, percent
+from dejavu.analysis.tables import in_order, markdown, percent
 from dejavu.errors import DataError
 
 NAME = "end_to_end"
@@ -32,23 +32,19 @@ def end_to_end(quality: pd.DataFrame, times: pd.DataFrame) -> str:
     pairs = list(dict.fromkeys(zip(quality["task"], quality["metric"], strict=True)))
     tasks = [pair for pair in REAL if pair in pairs]
     titles = [f"{REAL[task]} (n = {int(rows_of(quality, *task)['n'].max()):,})" for task in tasks]
-    lines = [
-        "| decoded by | storage | selector | skipped | "
-        + " | ".join(titles)
-        + " | ms a token | against fastest peer |",
-        "|---|---|---|---|" + "---|" * (len(tasks) + 2),
-    ]
+    headers = ["decoded by", "storage", "selector", "skipped", *titles, "ms a token", "against fastest peer"]
+    lines = []
     peer = fastest(times)
     for (storage, _, selector), rows in in_order(quality).groupby(["storage", "mlp", "selector"], sort=False):
         skipped = float(rows["mlp"].iloc[0])
         cells = [valued(rows_of(rows, *task)) for task in tasks]
         speed = time_of(times, str(storage), str(selector), skipped)
         state = ["dejavu", str(storage), str(selector), percent(skipped)]
-        lines.append(line([*state, *cells, *against(speed, peer)]))
+        lines.append([*state, *cells, *against(speed, peer)])
     for row in times[~times["contender"].str.startswith("dejavu")].sort_values("ms_per_token").to_dict("records"):
         speed = float(row["ms_per_token"])
-        lines.append(line([row["contender"], row["storage"], "dense", "", *[""] * len(tasks), *against(speed, peer)]))
-    return "\n".join(lines)
+        lines.append([row["contender"], row["storage"], "dense", "", *[""] * len(tasks), *against(speed, peer)])
+    return markdown(headers, lines)
 
 
 def check_together(quality: pd.DataFrame, times: pd.DataFrame) -> None:
@@ -76,11 +72,6 @@ def time_of(times: pd.DataFrame, storage: str, selector: str, skipped: float) ->
 def against(speed: float, peer: float) -> list[str]:
     """Milliseconds, and how many times as fast as the fastest peer; empty where not measured."""
     return ["", ""] if pd.isna(speed) else [f"{speed:.1f}", "" if pd.isna(peer) else f"{peer / speed:.2f}x"]
-
-
-def line(cells: list[str]) -> str:
-    """A row in Markdown."""
-    return "| " + " | ".join(cells) + " |"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from dejavu.analysis.bundles import bundles
 from dejavu.analysis.calibration import calibrated
 from dejavu.analysis.runs import load_runs
-from dejavu.analysis.tables import in_order, percent, read_table, with_error
+from dejavu.analysis.tables import in_order, markdown, percent, read_table, with_error
 from dejavu.errors import DataError
 from dejavu.evaluation.metrics import no_measurable_loss
 from dejavu.schema import STORAGES
@@ -63,14 +63,11 @@ def markers(name: str) -> tuple[str, str]:
 
 def embedded(table: pd.DataFrame) -> str:
     """One row per ratio and selector, as a Markdown table."""
-    lines = [
-        "| heads and neurons skipped | selector | " + " | ".join(HEADERS) + " |",
-        "|---|---|" + "---|" * len(TASKS),
-    ]
+    lines = []
     for (_, selector), rows in in_order(table).groupby(["mlp", "selector"], sort=False):
         cells = [_cell(rows, task, metric) for task, metric in TASKS]
-        lines.append(f"| {percent(float(rows['mlp'].iloc[0]))} | {selector} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([percent(float(rows["mlp"].iloc[0])), str(selector), *cells])
+    return markdown(["heads and neurons skipped", "selector", *HEADERS], lines)
 
 
 def real(table: pd.DataFrame) -> str:
@@ -78,18 +75,16 @@ def real(table: pd.DataFrame) -> str:
     tasks = [pair for pair in REAL if ((table["task"] == pair[0]) & (table["metric"] == pair[1])).any()]
     counts = {pair: int(rows_of(table, *pair)["n"].max()) for pair in tasks}
     headers = [f"{REAL[pair]} (n = {counts[pair]:,})" for pair in tasks]
-    lines = [
-        "| neurons, heads skipped | selector | used | sparse share | " + " | ".join(headers) + " |",
-        "|---|---|---|---|" + "---|" * len(tasks),
-    ]
+    lines = []
     keys = ["mlp", "heads", "selector", "rule"]
     for _, rows in in_order(table).groupby(keys, sort=False):
         first = rows.iloc[0]
         used = f"{percent(first['mlp_density'])}, {percent(first['head_density'])}"
         cells = [valued(rows_of(rows, *pair)) for pair in tasks]
         start = [f"{percent(first['mlp'])}, {percent(first['heads'])}", first["selector"], used]
-        lines.append("| " + " | ".join([*start, percent(first["sparse_token_share"]), *cells]) + " |")
-    return "\n".join([*lines, "", verdict(table, tasks)])
+        lines.append([*start, percent(first["sparse_token_share"]), *cells])
+    titles = ["neurons, heads skipped", "selector", "used", "sparse share", *headers]
+    return f"{markdown(titles, lines)}\n\n{verdict(table, tasks)}"
 
 
 def verdict(table: pd.DataFrame, tasks: list[tuple[str, str]]) -> str:
@@ -141,10 +136,7 @@ def _cell(rows: pd.DataFrame, task: str, metric: str) -> str:
 
 def engine(run: Path) -> str:
     """Quality and speed of one object: for each storage and ratio perplexity, its paired difference, ms a token."""
-    lines = [
-        "| storage | selector | neurons, heads skipped | used | nats a token over dense | perplexity | ms a token |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    titles = ["storage", "selector", "neurons, heads skipped", "used", "nats a token over dense", "perplexity"]
     found = []
     for path in sorted(run.glob("*/result.json")):
         result, config = read_json(path), OmegaConf.load(path.parent / "config.yaml")
@@ -157,8 +149,8 @@ def engine(run: Path) -> str:
             with_error(scores["token_perplexity"]["value"], scores["token_perplexity"]["stderr"]),
             f"{result['timing']['ms_per_token']:.2f}",
         ]  # fmt: skip
-        found.append((STORAGES.index(config.decode.storage), requested["mlp"], "| " + " | ".join(cells) + " |"))
-    return "\n".join([*lines, *(line for *_, line in sorted(found))])
+        found.append((STORAGES.index(config.decode.storage), requested["mlp"], cells))
+    return markdown([*titles, "ms a token"], [cells for *_, cells in sorted(found)])
 
 
 TABLES: dict[str, Callable[[Path], str]] = {

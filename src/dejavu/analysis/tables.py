@@ -1,6 +1,7 @@
 """The long table as files (table.csv, table.parquet) and as compact summaries for a terminal."""
 
 import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -147,6 +148,13 @@ def broken(name: str) -> str:
     """A task's name on several lines, cut after underscores."""
     words = name.replace("_", "_ ")
     return "\n".join(line.replace("_ ", "_") for line in textwrap.wrap(words, HEADER_WIDTH, break_long_words=False))
+
+
+def markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [headers, *rows]
+    written = ["| " + " | ".join(cells) + " |" for cells in lines]
+    return "\n".join([written[0], "|" + "---|" * len(headers), *written[1:]])
 
 
 def percent(fraction: float, digits: int = 0) -> str:

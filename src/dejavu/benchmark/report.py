@@ -11,9 +11,9 @@ import pandas as pd
 from rich import box
 from rich.table import Table
 
+from dejavu.analysis import tables
 from dejavu.analysis.latency import latency
 from dejavu.analysis.readme import put
-from dejavu.analysis.tables import percent
 from dejavu.benchmark.floor import BYTES, largest_cache, terms
 from dejavu.benchmark.measure import Times
 from dejavu.models.families import shape_of
@@ -100,7 +100,7 @@ def fastest_peer(entry: dict[str, Any], records: list[dict[str, Any]]) -> dict[s
 def cells(entry: dict[str, Any], peer: dict[str, Any] | None) -> list[str]:
     """One row."""
     storage = f"{entry['storage']}" + (f" ({entry['note']})" if isinstance(entry["note"], str) else "")
-    start = [entry["contender"], storage, percent(entry["mlp"]) if entry["contender"] == "dejavu-sparse" else ""]
+    start = [entry["contender"], storage, tables.percent(entry["mlp"]) if entry["contender"] == "dejavu-sparse" else ""]
     start.append(str(entry["prompt_tokens"]))
     if pd.isna(entry["ms_per_token"]):
         return [*start, "did not run", "", "", "", "", "", ""]
@@ -138,7 +138,7 @@ def headlines(rows: pd.DataFrame) -> list[str]:
         peer = fastest_peer(entry, records)
         if peer is not None:
             found.append(
-                f"{entry['prompt_tokens']} prompt tokens, {entry['storage']}, {percent(entry['mlp'])} skipped: "
+                f"{entry['prompt_tokens']} prompt tokens, {entry['storage']}, {tables.percent(entry['mlp'])} skipped: "
                 f"{entry['ms_per_token']:.1f} ms a token, {peer['ms_per_token'] / entry['ms_per_token']:.2f} times as "
                 f"fast as {peer['contender']} {peer['storage']} ({peer['ms_per_token']:.1f} ms)"
             )
@@ -147,11 +147,9 @@ def headlines(rows: pd.DataFrame) -> list[str]:
 
 def markdown(rows: pd.DataFrame) -> str:
     """The table and its headlines for a page."""
-    table = [f"| {' | '.join(HEADERS)} |", "|" + "---|" * len(HEADERS)]
-    table += [f"| {' | '.join(line)} |" for line in lines(rows)]
     bandwidth, threads = rows["bandwidth_gb_s"].median(), rows["threads"].iloc[0]
     measured = f"Memory bandwidth in this run: {bandwidth:.1f} GB/s, {threads} threads."
-    return "\n".join([*table, "", measured, *(f"- {line}" for line in headlines(rows))])
+    return "\n".join([tables.markdown(HEADERS, lines(rows)), "", measured, *(f"- {line}" for line in headlines(rows))])
 
 
 def main(arguments: list[str]) -> None:

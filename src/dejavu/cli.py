@@ -17,7 +17,7 @@ from typing import Any
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dejavu.errors import ConfigError, DejavuError
@@ -144,7 +144,10 @@ def explain(error: Exception) -> str:
     unknown = re.search(r"Could not (?:override|append to config)[^']*'([^']+)'", text)
     if unknown and "Key '" in text:
         key = unknown[1].split("=")[0].lstrip("+~")
-        keys = [known for known, _ in flattened(resolved(Config()))]
+        defaults = resolved(Config())
+        if OmegaConf.select(OmegaConf.create(defaults), key) == {}:
+            return f"options of one's own are added to {key} with a plus: +{key}.NAME=VALUE"
+        keys = [known for known, _ in flattened(defaults)]
         near = difflib.get_close_matches(key, keys, 1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else "`--cfg job` prints all keys"
         return f"the key {key} does not exist: {hint}"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -201,6 +202,14 @@ def test_a_worker_that_dies_is_told():
     with worker(spec()) as process:
         process.process.kill()
         with pytest.raises(DataError, match="ran out of memory"):
+            process.ask(do="decode", variant=0, tokens=1)
+
+
+def test_a_worker_that_does_not_answer_is_not_waited_for(monkeypatch):
+    with worker(spec()) as process:
+        monkeypatch.setattr("dejavu.benchmark.measure.LIMIT", 0.2)
+        process.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(DataError, match="gave no answer"):
             process.ask(do="decode", variant=0, tokens=1)
 
 

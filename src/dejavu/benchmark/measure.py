@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ Say = Callable[[str], None]
 SETTLE = 0.3  # seconds between turns: idle threads of the one before spin for up to 0.2 s
 WARM = 3  # tokens that each decodes before it is timed
 SEARCH_TOKENS, SEARCH_PROMPT = 6, 16
+LIMIT = 1200  # seconds that an answer may take: torch.compile of a deep model takes minutes, if it ends
 HOPELESS = 3  # times the best so far, and a setting is not tried further
 
 
@@ -35,16 +37,23 @@ class Process:
     memory_mb: float = 0.0
 
     def ask(self, **order: Any) -> Any:
-        """Send an order, wait for its answer. Raises DataError with the reason when the worker fails or dies."""
+        """Send an order, wait for its answer. DataError with the reason when the worker fails, dies or lingers."""
         assert self.process.stdin is not None and self.process.stdout is not None
+        limit = threading.Timer(LIMIT, self.process.kill)
+        limit.daemon = True
+        limit.start()
         try:
             self.process.stdin.write(json.dumps(order) + "\n")
             self.process.stdin.flush()
             line = self.process.stdout.readline()
         except BrokenPipeError:
             line = ""
+        too_slow = not limit.is_alive()
+        limit.cancel()
         if not line:
             code = self.process.wait()
+            if too_slow:
+                raise DataError(f"gave no answer in {LIMIT / 60:.0f} minutes")
             raise DataError("ran out of memory" if code in (-9, 137) else f"its process ended with code {code}")
         reply = json.loads(line)
         self.memory_mb = max(self.memory_mb, reply["memory_mb"])

@@ -6,6 +6,7 @@ from bundles import untrained_bundle
 from tiny import FAMILIES
 
 from dejavu.decode.build import make_engine
+from dejavu.decode.engine import Engine
 from dejavu.errors import ConfigError
 from dejavu.evaluation.decoded import EngineScorer, batches
 from dejavu.evaluation.scoring import Request
@@ -101,6 +102,24 @@ def test_batches_hold_every_request_once_and_fit_the_context():
     for batch in made:
         longest = [max(len(part(asked[i])) for i in batch) for part in (lambda r: r.context, lambda r: r.continuation)]
         assert len(batch) <= 8 and sum(longest) - 1 <= CONTEXT
+
+
+def test_a_context_is_read_once_for_all_its_continuations(bundle, family, monkeypatch):
+    question, other = [5, 6, 7, 8], [9, 10, 11]
+    asked = [Request(question, [12, 13, 14]), Request(other, [15]), Request(question, [16]), Request(other, [17, 18])]
+    prefill, read = Engine.prefill, []
+
+    def reading(self, tokens_BT, *others, **named):
+        read.append(len(tokens_BT))
+        return prefill(self, tokens_BT, *others, **named)
+
+    monkeypatch.setattr(Engine, "prefill", reading)
+    expected, found = (
+        make_scoring(loaded(family), settings("predictor", batch_size=size), bundle).score(asked) for size in (1, 4)
+    )
+    assert read == [1, 1, 1, 1, 2]
+    wanted = [each.loglikelihood for each in expected]
+    assert [each.loglikelihood for each in found] == pytest.approx(wanted, abs=1e-4)
 
 
 def test_what_ran_is_timed_and_counted(family):

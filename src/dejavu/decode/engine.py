@@ -125,11 +125,18 @@ class Engine:
         state.filled_LBG[:] = length
         return self._logits(x_BTD[:, -1].contiguous())
 
-    def continue_from(self, other: "Engine") -> None:
-        """Take over what another engine with the same weights has read; nothing may be pending there."""
-        self._allocate(other.state.batch, other.capacity, 1)
-        for name in ("keys_LBGTK", "values_LBGTK", "start_B", "length_B", "filled_LBG"):
-            getattr(self.state, name)[:] = getattr(other.state, name)
+    def continue_from(self, other: "Engine", index_B: np.ndarray | None = None) -> None:
+        """Take over what an engine with the same weights, this one or another, has read; nothing may be pending there.
+
+        Sequence b goes on where sequence `index_B[b]` was read to, each where it is without `index_B`.
+        """
+        read = other.state
+        index_B = np.arange(read.batch) if index_B is None else index_B
+        self._allocate(len(index_B), other.capacity, 1)
+        for name in ("keys_LBGTK", "values_LBGTK", "filled_LBG"):
+            getattr(self.state, name)[:] = getattr(read, name)[:, index_B]
+        for name in ("start_B", "length_B"):
+            getattr(self.state, name)[:] = getattr(read, name)[index_B]
 
     def _dense_block(
         self, number: int, block: Block, x_BTD: Tensor, mask_BTT: Tensor, turns_B1TK: Tensor | None, room: Tensor

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dejavu.decode.engine import Engine
 from dejavu.decode.sampling import left_padded
@@ -76,7 +77,7 @@ class EngineScorer:
         return density.measured() | share | per_layer | speed
 
     def score(self, requests: Sequence[Request], advance: Callable[[int], None] = lambda count: None) -> list[Scored]:
-        """Score all requests, those of like length together. `advance(n)` is called as n more are done."""
+        """Score all requests, those of one context together. `advance(n)` is called as n more are done."""
         results: dict[int, Scored] = {}
         for batch in batches(requests, min(self.batch_size, MOST_AT_ONCE), self.engine.weights.context):
             results |= zip(batch, self._score_batch([requests[index] for index in batch]), strict=True)
@@ -84,10 +85,9 @@ class EngineScorer:
         return [results[index] for index in range(len(requests))]
 
     def _score_batch(self, requests: list[Request]) -> list[Scored]:
-        tokens_BT, start_B = left_padded([request.context for request in requests])
         longest = max(len(request.continuation) for request in requests)
         totals, greedy = np.zeros(len(requests)), np.ones(len(requests), bool)
-        logits_BV = self.engine.prefill(tokens_BT, start_B, capacity=tokens_BT.shape[1] + longest)
+        logits_BV = self._read([request.context for request in requests], longest)
         for place in range(longest):
             active_B = np.array([len(request.continuation) > place for request in requests])
             next_B = np.array([(*request.continuation, *[0] * longest)[place] for request in requests])
@@ -106,14 +106,41 @@ class EngineScorer:
                 self.seconds += time.perf_counter() - started
         return [Scored(float(total), bool(right)) for total, right in zip(totals, greedy, strict=True)]
 
+    def _read(self, contexts: list[Sequence[int]], longest: int) -> Tensor:
+        """Run every context once, however many sequences go on from it by up to `longest` tokens; logits (B, V)."""
+        different = {tuple(context): context for context in contexts}
+        tokens_CT, start_C = left_padded(list(different.values()))
+        logits_CV = self.engine.prefill(tokens_CT, start_C, capacity=tokens_CT.shape[1] + longest)
+        if len(different) == len(contexts):
+            return logits_CV
+        place = {context: number for number, context in enumerate(different)}
+        index_B = np.array([place[tuple(context)] for context in contexts])
+        self.engine.continue_from(self.engine, index_B)
+        return logits_CV[torch.from_numpy(index_B)]
+
 
 def batches(requests: Sequence[Request], size: int, context: int) -> Iterator[list[int]]:
-    """Indices of at most `size` requests of like length at a time, which padded to their longest fit the context."""
-    order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].continuation), -len(requests[i].context)))
+    """Indices of at most `size` requests at a time, which padded to their longest fit the context.
+
+    Requests with the same context, such as a question's answers, come one after another, to be read once; then those
+    with continuations of like length.
+    """
+    longest_of: dict[tuple[int, ...], int] = {}
+    for request in requests:
+        key = tuple(request.context)
+        longest_of[key] = max(longest_of.get(key, 0), len(request.continuation))
+
+    def place(index: int) -> tuple[int, int, tuple[int, ...], int]:
+        key = tuple(requests[index].context)
+        return -longest_of[key], -len(key), key, -len(requests[index].continuation)
+
+    order = sorted(range(len(requests)), key=place)
     batch: list[int] = []
     for index in order:
         together = [requests[other] for other in (*batch, index)]
-        longest = max(len(request.context) for request in together) + len(together[0].continuation) - 1
+        longest = (
+            sum(max(len(getattr(request, part)) for request in together) for part in ("context", "continuation")) - 1
+        )
         if batch and (len(batch) == size or longest > context):
             yield batch
             batch = []

@@ -1,5 +1,9 @@
 """The engine against the simulated model on the same sets, for every family, and what decoding must leave as it was."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -321,6 +325,26 @@ def test_threads_of_torch_stay_as_they_were():
     before = torch.get_num_threads()
     decoded(Engine(repack(tiny_opt(), "float32")), input_ids(1, 12))
     assert torch.get_num_threads() == before
+
+
+def test_a_process_that_is_given_one_thread_keeps_to_it():
+    """The first kernel of a process sets OpenMP's number of threads to numba's, which torch reads as its own."""
+    code = """if True:
+        import numpy
+        import torch
+        from tiny import tiny_opt
+        from dejavu.decode.engine import Engine
+        from dejavu.decode.weights import repack
+
+        engine = Engine(repack(tiny_opt(), "float32"))
+        engine.prefill(numpy.full((1, 12), 5))
+        engine.step(numpy.array([5]))
+        print(engine.threads, torch.get_num_threads())
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment |= {"NUMBA_NUM_THREADS": "2"}
+    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["1", "1"]
 
 
 def test_a_data_loader_with_workers_works_after_the_kernels():

@@ -1,10 +1,8 @@
 """From a loaded model and a config to an engine with the selector, budget and storage asked for."""
 
-import numba
-
 from dejavu.checks import check_kernel, check_kernel_device
 from dejavu.decode.choosing import Chooser, Fixed, Predicted, RandomSets
-from dejavu.decode.engine import Engine
+from dejavu.decode.engine import Engine, default_threads
 from dejavu.decode.weights import Weights, pack_predictor, repack
 from dejavu.errors import DataError
 from dejavu.models.anatomy import KINDS
@@ -30,7 +28,7 @@ def make_engine(loaded: LoadedModel, config: Config, bundle: Bundle | None, free
     elif config.sparsity.selector in ("predictor", "static"):
         raise DataError(f"sparsity.selector={config.sparsity.selector} needs predictors=DIR")
     weights = repack(loaded.model, config.decode.storage, free)
-    threads = config.decode.threads or numba.get_num_threads()
+    threads = config.decode.threads or default_threads()
     chooser = make_chooser(weights, config, bundle, budget)
     tap = config.predictor.tap if bundle is None else str(bundle.config["tap"])
     decode = config.decode

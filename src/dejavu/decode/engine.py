@@ -80,7 +80,7 @@ class Engine:
     ) -> None:
         self.weights, self.chooser, self.tap, self.window, self.crossover = weights, chooser, tap, window, crossover
         self.period = window if kv == "lazy" else 1
-        self.threads = threads or numba.get_num_threads()
+        self.threads = threads or default_threads()
         most = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
         if self.threads > most:
             raise ConfigError(f"decode.threads={threads}: this process has {most}")
@@ -247,10 +247,20 @@ class Engine:
         return logits_BV
 
 
+def default_threads() -> int:
+    """As many as torch has: who gives a process fewer (OMP_NUM_THREADS) means the kernels too, whose threads would
+    otherwise wait for cores that another process holds."""
+    of_torch = torch.get_num_threads()
+    found = min(of_torch, numba.get_num_threads())
+    torch.set_num_threads(of_torch)  # numba's first call sets it to its own: both ask the same OpenMP
+    return found
+
+
 @contextmanager
 def kernel_threads(threads: int) -> Iterator[None]:
     """Run the kernels on this many threads, and torch on one: its idle threads would spin on the same cores."""
-    before, before_torch = numba.get_num_threads(), torch.get_num_threads()
+    before_torch = torch.get_num_threads()  # before numba, see default_threads
+    before = numba.get_num_threads()
     numba.set_num_threads(threads)
     torch.set_num_threads(1)
     try:

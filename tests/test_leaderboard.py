@@ -99,6 +99,13 @@ def test_heat_maps_show_layers_and_leave_unknown_ones_white(tmp_path):
         selector_heat_map({"oracle": {}}, "mlp_density_per_layer", "t", tmp_path / "none")
 
 
+@pytest.mark.filterwarnings("error")
+def test_long_names_of_jobs_leave_room_for_the_layers(tmp_path):
+    """Matplotlib warns when nothing is left."""
+    name = ",".join(["predictors=_runs_predictors_forms_predictor=reference_"] * 3)
+    selector_heat_map({name: {"mlp_density_per_layer": [0.1] * 12}}, "mlp_density_per_layer", "t", tmp_path / "a")
+
+
 def test_notes_become_a_column_only_where_there_are_some(tmp_path):
     write_run(tmp_path, "dense")
     assert "note" not in load_runs(tmp_path)

@@ -12,6 +12,7 @@ from dejavu.analysis.figures import DPI, RC, WIDTH, save
 from dejavu.errors import DataError
 
 KINDS = {"mlp": "neurons", "head": "heads"}
+LETTER = 0.075  # inches of a letter of a row's name
 MEASURES = {"density": "density", "recall_of_mass": "recall of mass", "recall": "recall"}
 
 
@@ -61,8 +62,9 @@ def draw_rows(rows: Mapping[str, Sequence[float | None]], title: str, path: Path
     path = path.with_suffix(".png")
     values = np.array([[np.nan if value is None else value for value in row] for row in rows.values()], dtype=float)
     layers = values.shape[1]
+    width = max(WIDTH, 0.6 * WIDTH + LETTER * max(map(len, rows)))  # names of a sweep's jobs are as long as they need
     with matplotlib.rc_context({**RC, "axes.grid": False}):
-        figure = Figure(figsize=(WIDTH, 1.0 + 0.28 * len(rows)), dpi=DPI, layout="constrained")
+        figure = Figure(figsize=(width, 1.0 + 0.28 * len(rows)), dpi=DPI, layout="constrained")
         axis = figure.subplots()
         image = axis.imshow(values, vmin=0, vmax=1, cmap="cividis", aspect="auto")
         axis.set_yticks(range(len(rows)), list(rows))
@@ -74,6 +76,6 @@ def draw_rows(rows: Mapping[str, Sequence[float | None]], title: str, path: Path
                 if np.isfinite(value):
                     colour = "white" if value < 0.5 else "black"
                     axis.text(layer, row, f"{value:.2f}", ha="center", va="center", fontsize=6, color=colour)
-        figure.colorbar(image, ax=axis, pad=0.01)
+        figure.colorbar(image, ax=axis, pad=0.01, fraction=0.04)
         save(figure, path)
     return path

@@ -45,6 +45,7 @@ QUESTIONS = [
     ("The sun is", ["a star", "a fish", "a shoe", "a song"], "A"),
     ("Ice is", ["hot", "cold", "wet", "d"], "B"),
 ]
+TRAIN_QUESTION = ("A cat is", ["a fish", "a star", "a pet", "a shoe"], "C")
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -69,8 +70,10 @@ def small_root(tmp_path: Path) -> Path:
         (tmp_path / "wikitext2" / name).write_text(WIKITEXT, "utf-8")
     for name in ("train", "valid"):
         write_rows(tmp_path / f"c4/c4_{name}.jsonl", [{"id": f"c4-{name}-0", "text": text} for text in WEB])
-    for name in ("train", "dev", "test"):
+    for name in ("dev", "test"):
         write_rows(tmp_path / f"openbookqa/{name}.jsonl", [file_question(*question) for question in QUESTIONS])
+    train = [TRAIN_QUESTION, QUESTIONS[0]]  # the second is held out, too
+    write_rows(tmp_path / "openbookqa/train.jsonl", [file_question(*question) for question in train])
     return tmp_path
 
 
@@ -158,6 +161,7 @@ def test_c4_openbookqa_and_mixture(small_root: Path) -> None:
     assert read("c4", "train", small_root) == read("c4", "test", small_root) == WEB
     questions = read("openbookqa", "validation", small_root)
     assert questions == ["The sun is a star", "Ice is cold"]
+    assert read("openbookqa", "train", small_root) == ["A cat is a pet"], "what is held out, too, is left out"
     mixed = read("mixture", "validation", small_root)
     assert sorted(mixed) == sorted(questions + read("wikitext", "validation", small_root))
     assert mixed == sorted(mixed, key=text_hash)
@@ -206,8 +210,8 @@ def test_c4_from_the_hub_is_the_streamed_sample(small_root: Path, with_hub: Call
 
 def test_openbookqa_from_the_hub_equals_the_file(small_root: Path, with_hub: Callable) -> None:
     with_hub([hub_question(*question) for question in QUESTIONS])
-    local = sources.documents("openbookqa", "train", small_root, Corpus(name="openbookqa"))
-    assert sources.documents("openbookqa", "train", None, Corpus(name="openbookqa")) == local
+    local = sources.documents("openbookqa", "test", small_root, Corpus(name="openbookqa"))
+    assert sources.documents("openbookqa", "test", None, Corpus(name="openbookqa")) == local
 
 
 def test_what_the_hubs_client_raises_becomes_one_sentence(monkeypatch: pytest.MonkeyPatch, with_hub: Callable) -> None:
@@ -462,7 +466,7 @@ def test_sizes_of_the_real_data(data_root: Path) -> None:
     assert "".join(texts) == (data_root / "wikitext2/wiki.test.raw").read_text("utf-8")
     assert len(sources.rows("wikitext", "test", data_root, Corpus(name="wikitext"))) == 4358
     assert len(read("c4", "train", data_root)) == len(read("c4", "validation", data_root)) == 501
-    assert len(read("openbookqa", "train", data_root)) == 4957
+    assert len(read("openbookqa", "train", data_root)) == 4931  # 26 of 4,957 are held out, too
 
 
 @pytest.mark.data

@@ -98,6 +98,9 @@ def test_taps_clamp_to_the_first_residual():
     ]
     assert tap_source("previous", "heads", 1) == first and tap_source("previous", "heads", 2) == TapSource("middle", 0)
     assert tap_source("previous", "mlp", 0) == first and tap_source("previous", "mlp", 1) == first
+    for kind, layer in (("heads", 0), ("heads", 2), ("mlp", 2)):
+        assert tap_source("mixed", kind, layer) == tap_source("overlap", kind, layer)
+    assert tap_source("mixed", "mlp", 0) == tap_source("direct", "mlp", 0) != tap_source("overlap", "mlp", 0)
     assert {tap_source(tap, "mlp", 3) for tap in TAPS} == {
         TapSource("residual", 3),
         TapSource("middle", 3),

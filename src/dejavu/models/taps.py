@@ -7,8 +7,10 @@ and figure 2) reads one half block early, so that the prediction can run beside 
     overlap    r_l                 m_{l-1}
     direct     m_l                 r_l
     previous   r_{l-1}             m_{l-2}
+    mixed      as overlap, but neurons of the first layer as direct
 
-Indices below the first clamp to r_0.
+Indices below the first clamp to r_0. In r_0, the embedding, there is nothing of the context yet: `mixed` does not have
+neurons foreseen from it, at the price of one predictor that runs beside nothing.
 """
 
 from typing import NamedTuple
@@ -33,5 +35,7 @@ _SOURCES = {  # (tap, kind) -> (point, how many layers back)
 
 def tap_source(tap: str, kind: str, layer: int) -> TapSource:
     """What the predictor of `kind` ("mlp" or "heads") in `layer` reads under `tap`."""
+    if tap == "mixed":
+        tap = "direct" if (kind, layer) == ("mlp", 0) else "overlap"
     point, back = _SOURCES[tap, kind]
     return TapSource(point, layer - back) if layer >= back else TapSource("residual", 0)

@@ -7,7 +7,7 @@ dejavu=.venv/bin/dejavu python=.venv/bin/python to=runs/predictors
 $dejavu collect corpus.tokens=50000 run_dir=$to/collect
 $dejavu train -cn predictor_forms cache=$to/collect run_dir=$to/forms
 $dejavu train -cn predictor_rank predictor.rank=8,16,64,128 cache=$to/collect run_dir=$to/ranks
-$dejavu train -cn lookahead predictor.tap=direct,previous cache=$to/collect run_dir=$to/lookahead
+$dejavu train -cn lookahead predictor.tap=direct,previous,mixed cache=$to/collect run_dir=$to/lookahead
 for tokens in 12500 25000 100000 200000; do
   $dejavu collect corpus.tokens=$tokens run_dir=$to/tokens/collect-$tokens
   $dejavu train cache=$to/tokens/collect-$tokens run_dir=$to/tokens/tokens-$tokens
@@ -27,6 +27,7 @@ $dejavu evaluate -cn predictor_quality sparsity.part=both run_dir=$to/quality \
   "predictors=$(named $to/ranks/rank=* $to/lookahead/tap=* $to/tokens/tokens-* $to/on_policy/round-*)"
 $dejavu evaluate -cn predictor_quality sparsity.selector=oracle run_dir=$to/quality
 $python -m dejavu.analysis.bundles $to/quality
+cp $to/quality/bundles.png docs/images/
 for name in forms ranks tokens lookahead on_policy; do
   $python -m dejavu.analysis.readme $to/quality docs/predictors.md $name
 done

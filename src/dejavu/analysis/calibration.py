@@ -100,7 +100,7 @@ def calibrated(run: Path) -> str:
             row["selector"], budget,
             *(percent(row[share], 1) for share in ("gross", "predictors", "net")),
             "" if pd.isna(row["calibration"]) else f"{row['calibration']:+.4f}",
-            with_error(row["heldout"], row["heldout_stderr"], sign="+"), f"+{percent(math.expm1(row['heldout']), 1)}",
+            with_error(row["heldout"], row["heldout_stderr"], sign="+"), f"{100 * math.expm1(row['heldout']):+.1f} %",
         ])  # fmt: skip
     return f"{markdown(titles, lines)}\n\n{verdict(table)}"
 

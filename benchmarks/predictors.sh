@@ -33,12 +33,15 @@ for name in forms ranks tokens lookahead on_policy; do
 done
 
 # Budgets, found on text of the train split with predictors and with the oracle, then measured once on held-out text.
-for by in predictor oracle; do
-  $dejavu calibrate predictors=runs/readme/train sparsity.selector=$by calibrate.max_perplexity_increase=0.01 \
-    run_dir=$to/calibrate/$by
-  share=$(sed -n 's/.*perplexity.*sparsity.ratio=//p' $to/calibrate/$by/log.txt | tail -n 1)
-  evaluate="$dejavu evaluate -cn calibrated predictors=$to/calibrate/$by sparsity.selector=$by run_dir=$to/calibrated"
+calibrated() { # name, bundle, selector
+  $dejavu calibrate "predictors=$2" sparsity.selector=$3 calibrate.max_perplexity_increase=0.01 run_dir=$to/calibrate/$1
+  share=$(sed -n 's/.*perplexity.*sparsity.ratio=//p' $to/calibrate/$1/log.txt | tail -n 1)
+  evaluate="$dejavu evaluate -cn calibrated predictors=$to/calibrate/$1 sparsity.selector=$3 run_dir=$to/calibrated/$1"
   $evaluate
   $evaluate sparsity.budget=calibrated sparsity.ratio="$share"
-done
+}
+$dejavu train predictor.tap=mixed predictor.rank=64 cache=runs/readme/collect run_dir=$to/rank_64
+calibrated predictor runs/readme/train predictor
+calibrated rank_64 $to/rank_64 predictor
+calibrated oracle runs/readme/train oracle
 $python -m dejavu.analysis.readme $to/calibrated docs/predictors.md calibrated

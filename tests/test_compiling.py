@@ -11,7 +11,7 @@ from tiny import tiny_opt
 from dejavu.decode import attention, kernels
 from dejavu.decode.choosing import Predicted
 from dejavu.decode.engine import Engine
-from dejavu.decode.weights import random_weights
+from dejavu.decode.random_weights import random_weights
 from dejavu.schema import STORAGES
 from dejavu.sparsity.budget import Budget
 

@@ -11,8 +11,9 @@ from tiny import FAMILIES, tiny_llama, tiny_opt, tiny_opt_post_norm
 
 from dejavu.decode.choosing import Predicted
 from dejavu.decode.engine import Engine
+from dejavu.decode.random_weights import random_weights
 from dejavu.decode.storage import unpack
-from dejavu.decode.weights import Weights, pack_predictor, random_weights, repack
+from dejavu.decode.weights import Weights, pack_predictor, repack
 from dejavu.errors import ConfigError, DataError
 from dejavu.models.families import anatomy
 from dejavu.models.taps import tap_source

@@ -9,7 +9,8 @@ import torch
 from dejavu.benchmark.contenders import DejaVu
 from dejavu.decode.choosing import Predicted
 from dejavu.decode.engine import Engine
-from dejavu.decode.weights import Weights, pack_predictor, random_weights, repack
+from dejavu.decode.random_weights import random_weights
+from dejavu.decode.weights import Weights, pack_predictor, repack
 from dejavu.models.anatomy import KINDS
 from dejavu.models.load import pretrained_model
 from dejavu.models.topk import kept

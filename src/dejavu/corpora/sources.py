@@ -84,12 +84,17 @@ def not_held_out(
     train: tuple[Document, ...], data_root: Path | None, hub: str, hub_config: str | None
 ) -> tuple[Document, ...]:
     """OpenBookQA's train split without questions that a held-out one has too (26): scoring them is refused."""
-    held_out: set[str] = set()
     for split in ("validation", "test"):
         files = SOURCES["openbookqa"].files[split]
         if data_root is None or any((data_root / file).is_file() for file in files):
-            held_out |= {document.hash for document in load("openbookqa", split, data_root, hub, hub_config, ())}
-    return tuple(document for document in train if document.hash not in held_out)
+            train = without(train, load("openbookqa", split, data_root, hub, hub_config, ()))
+    return train
+
+
+def without(given: Iterable[Document], others: Iterable[Document]) -> tuple[Document, ...]:
+    """The documents that are not among the others."""
+    hashes = {document.hash for document in others}
+    return tuple(document for document in given if document.hash not in hashes)
 
 
 def opt_tiny_text(data_root: Path | None, packages: tuple[str, ...]) -> tuple[Document, ...]:
@@ -98,9 +103,7 @@ def opt_tiny_text(data_root: Path | None, packages: tuple[str, ...]) -> tuple[Do
     dependencies = without_near_duplicates(unique(dependency_docstrings(packages)), of=test)
     raw = load("wikitext", "train", data_root, None, None, ())
     encyclopaedia = [Document(detokenise(document.text), document.origin) for document in raw]
-    held_out = {document.hash for document in test}
-    every = unique([*train, *dependencies, *encyclopaedia])
-    return tuple(document for document in every if document.hash not in held_out)
+    return without(unique([*train, *dependencies, *encyclopaedia]), test)
 
 
 def wikitext(name: str, split: str, data_root: Path | None, hub: str, hub_config: str | None) -> Iterator[Document]:

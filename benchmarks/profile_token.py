@@ -19,11 +19,12 @@ from rich.table import Table
 
 from dejavu.benchmark.engines import engines
 from dejavu.benchmark.floor import Bandwidth, terms
+from dejavu.benchmark.variants import budget_of, variant
 from dejavu.decode import ops
 from dejavu.decode.weights import matrix
 from dejavu.models.families import shape_of
 from dejavu.predictors.network import ranks
-from dejavu.schema import Predictor
+from dejavu.schema import Predictor, Sparsity
 
 CONF = Path(__file__).resolve().parents[1] / "conf" / "model"
 TOKENS, WARM, PROMPT, THREADS = 32, 4, 128, 2
@@ -35,10 +36,11 @@ def main(model: str, storage: str, ratio: float, overlap: bool) -> None:
     architecture = OmegaConf.to_container(OmegaConf.load(CONF / f"{model}.yaml").architecture)
     assert isinstance(architecture, dict)
     shape, read_ranks = shape_of(architecture), ranks(architecture["hidden_size"], Predictor())
+    state = variant(shape, Sparsity("predictor", ratio=ratio))
     spec = {
         "source": None, "architecture": architecture, "storage": storage, "ranks": read_ranks, "seed": 0,
         "decode": {"kv": "lazy", "window": 16, "overlap": overlap}, "threads": THREADS, "head_unit": "head",
-        "variants": [{"mlp": ratio, "heads": ratio}],
+        "variants": [state],
     }  # fmt: skip
     contender = engines(spec)[0]
     contender.start(np.random.default_rng(0).integers(4, 1000, PROMPT).tolist(), TOKENS + WARM)
@@ -51,7 +53,7 @@ def main(model: str, storage: str, ratio: float, overlap: bool) -> None:
             setattr(half, name, timed(getattr(half, name), half.kind, spent))
     times = contender.decode(TOKENS)
     second_halves_alone(contender.engine, spent)
-    read = terms(shape, storage, ratio, ratio, read_ranks, PROMPT, 4)
+    read = terms(shape, storage, budget_of(state), read_ranks, PROMPT, 4)
     table = Table(title=f"{model} {storage}, {ratio:.0%} skipped, overlap {overlap}", box=box.SIMPLE_HEAD)
     for header in ("part", "calls", "ms a token", "MB", "GB/s"):
         table.add_column(header, justify="left" if header == "part" else "right")

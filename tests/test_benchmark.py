@@ -14,17 +14,20 @@ import pytest
 import torch
 from tiny import FAMILIES
 
+from dejavu.analysis.latency import read_benchmark
 from dejavu.benchmark import peers, report
 from dejavu.benchmark.contenders import CTranslate2, DejaVu, HuggingFace, hugging_face_model
 from dejavu.benchmark.ctranslate2_files import convert, write_random
 from dejavu.benchmark.engines import engines
 from dejavu.benchmark.floor import largest_cache, terms
 from dejavu.benchmark.measure import Times, fastest, measure, waves, worker
+from dejavu.benchmark.variants import DENSE, Variant, variant
 from dejavu.decode.random_weights import random_weights
 from dejavu.decode.weights import Weights
 from dejavu.errors import ConfigError, DataError
 from dejavu.models.families import shape_of
-from dejavu.schema import Config
+from dejavu.schema import Config, Sparsity
+from dejavu.sparsity.budget import everything, make_budget
 
 TINY = {
     "model_type": "opt", "hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 2,
@@ -36,7 +39,7 @@ TINY_GATED = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 TINIES = {"opt": TINY, "llama": TINY_GATED}
-DENSE, SPARSE = {"mlp": 0.0, "heads": 0.0}, {"mlp": 0.75, "heads": 0.5}
+SPARSE = Sparsity("predictor", mlp=0.75, heads=0.5)
 PROMPT = [5, 9, 33, 7, 60]
 
 
@@ -48,8 +51,13 @@ def architecture(request):
 
 def spec(family: str = "dejavu", storage: str = "float32", **values: object) -> dict[str, object]:
     """A spec over a tiny shape, OPT's unless another is given."""
-    found = peers.base(Config(), None, TINY, 1) | {"family": family, "storage": storage, "variants": [DENSE]}
+    found = peers.base(Config(), None, TINY, 1) | {"family": family, "storage": storage, "variants": [state(DENSE)]}
     return {**found, "ranks": (8, 4), "attention": "eager", "compute_type": storage, "memory_mb": 500.0, **values}
+
+
+def state(sparsity: Sparsity, architecture: dict[str, object] = TINY) -> Variant:
+    """What is timed of a tiny shape."""
+    return variant(shape_of(architecture), sparsity)
 
 
 def stored_bytes(weights: Weights) -> int:
@@ -65,13 +73,14 @@ def stored_bytes(weights: Weights) -> int:
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8"])
 def test_terms_are_the_bytes_that_are_stored(storage, architecture):
     weights = random_weights(architecture, storage, ranks=(8, 4))
-    found = terms(shape_of(architecture), storage, 0, 0, None, 10, 4)
+    shape = shape_of(architecture)
+    found = terms(shape, storage, everything(shape), None, 10, 4)
     assert found.body == stored_bytes(weights) and found.predictors == 0
     assert found.embedding == weights.embedding.bytes_per_row * 96
     assert found.cache == 2 * 10 * weights.kv_heads * 8 * 2 * 4  # layers, positions, groups, values, K and V, bytes
-    sparse = terms(shape_of(architecture), storage, 0.5, 0.5, (8, 4), 10, 4)
+    sparse = terms(shape, storage, make_budget(Sparsity("predictor", ratio=0.5), shape), (8, 4), 10, 4)
     assert (sparse.body, sparse.cache) == (found.body / 2, found.cache / 2)
-    sparse = terms(shape_of(architecture), storage, 0.75, 0.75, (8, 4), 0, 4)
+    sparse = terms(shape, storage, make_budget(Sparsity("predictor", ratio=0.75), shape), (8, 4), 0, 4)
     halves = [
         (half.rows, predictor) for predictor in weights.predictors.values() for half in (predictor.down, predictor.up)
     ]
@@ -81,7 +90,8 @@ def test_terms_are_the_bytes_that_are_stored(storage, architecture):
 
 def test_terms_of_opt_1_3b_are_the_ones_in_the_cost_model():
     sizes = {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32, "ffn_dim": 8192}
-    found = terms(shape_of({"model_type": "opt", **sizes}), "bfloat16", 0.75, 0.75, (256, 256), 0, 4)
+    shape = shape_of({"model_type": "opt", **sizes})
+    found = terms(shape, "bfloat16", make_budget(Sparsity("predictor", ratio=0.75), shape), (256, 256), 0, 4)
     assert [round(part / 1e9, 2) for part in (found.body, found.predictors, found.embedding)] == [0.6, 0.15, 0.21]
     assert found.floor_ms(17) == pytest.approx(57, abs=1)
 
@@ -94,7 +104,8 @@ def test_waves_hold_what_fits_together():
 def test_heads_that_are_kept_or_left_out_in_groups_read_whole_groups():
     """Of 9 heads in 3 groups half are kept: 5 heads that lie in 2 groups at least, or 2 whole groups."""
     shape = shape_of({**TINY_GATED, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3})
-    single, grouped = (terms(shape, "int8", 1, 0.5, (4, 4), 7, 4, unit) for unit in ("head", "group"))
+    asked = [Sparsity("predictor", mlp=1, heads=0.5, head_unit=unit) for unit in ("head", "group")]
+    single, grouped = (terms(shape, "int8", make_budget(one, shape), (4, 4), 7, 4, one.head_unit) for one in asked)
     row = 576 + 4
     assert single.body == 2 * row * 64 * 2 * (5 + 2) and grouped.body == 2 * row * 64 * 2 * (6 + 2)
     assert single.cache == grouped.cache == 2 * 2 * 7 * 64 * 2 * 4
@@ -151,10 +162,11 @@ def test_a_vocabulary_that_ctranslate2_would_pad_is_refused(tmp_path):
 
 
 def test_variants_share_a_prompt_and_decode_as_if_each_had_read_it(architecture):
-    first, second = engines(spec(variants=[DENSE, SPARSE], architecture=architecture))
+    both = [state(DENSE, architecture), state(SPARSE, architecture)]
+    first, second = engines(spec(variants=both, architecture=architecture))
     first.start(PROMPT, 8)
     second.adopt(first)
-    alone = engines(spec(variants=[SPARSE], architecture=architecture))[0]
+    alone = engines(spec(variants=[state(SPARSE, architecture)], architecture=architecture))[0]
     alone.start(PROMPT, 8)
     for contender in (second, alone):
         assert isinstance(contender, DejaVu) and len(contender.decode(4)) == 4
@@ -165,7 +177,7 @@ def test_variants_share_a_prompt_and_decode_as_if_each_had_read_it(architecture)
 
 
 def test_random_sets_are_fresh_for_every_token():
-    contender = engines(spec(variants=[SPARSE]))[0]
+    contender = engines(spec(variants=[state(SPARSE)]))[0]
     contender.start(PROMPT, 24)
     sets = []
     for _ in range(20):
@@ -176,7 +188,7 @@ def test_random_sets_are_fresh_for_every_token():
 
 def test_contenders_take_turns_and_failures_become_rows():
     said = []
-    specs = [spec(variants=[DENSE, SPARSE]), spec(storage="int8", memory_mb=9e9)]
+    specs = [spec(variants=[state(DENSE), state(SPARSE)]), spec(storage="int8", memory_mb=9e9)]
     results = measure(specs, [8], 2, 3, 4000.0, 0, lambda: 10.0, said.append)
     rows = report.frame(results, "tiny-random", 2, 3)
     assert sorted(rows["contender"]) == ["dejavu-dense", "dejavu-dense", "dejavu-sparse"]
@@ -253,14 +265,34 @@ def test_a_peer_that_is_missing_says_how_to_get_it(monkeypatch):
 def sample_rows() -> pd.DataFrame:
     """Times of a made-up run over OPT-1.3B's shape."""
     architecture = {**TINY, "hidden_size": 2048, "num_hidden_layers": 24, "ffn_dim": 8192, "num_attention_heads": 32}
+
+    def timed(family: str, storage: str, sparsity: Sparsity, first: float, each: list[float], memory: float) -> Times:
+        state_of = state(sparsity, architecture)
+        return Times(spec(family, storage, architecture=architecture), state_of, 128, first, each, [20.0], memory)
+
     times = [
-        Times(spec("hf-eager", "bfloat16", architecture=architecture), DENSE, 128, 900.0, [240.0] * 4, [20.0], 3000.0),
-        Times(spec("ctranslate2", "int8", architecture=architecture), DENSE, 128, 800.0, [200.0] * 4, [20.0], 2000.0),
-        Times(spec("dejavu", "int8", architecture=architecture), SPARSE, 128, 5.0, [40.0, 50.0, 60.0], [20.0], 2000.0),
-        Times(spec("dejavu", "bfloat16", architecture=architecture), SPARSE, 128, 5.0, [80.0] * 4, [20.0], 2000.0),
-        Times(spec("hf-eager", "float32", architecture=architecture), DENSE, 128, failure="ran out of memory"),
-    ]
+        timed("hf-eager", "bfloat16", DENSE, 900.0, [240.0] * 4, 3000.0),
+        timed("ctranslate2", "int8", DENSE, 800.0, [200.0] * 4, 2000.0),
+        timed("dejavu", "int8", SPARSE, 5.0, [40.0, 50.0, 60.0], 2000.0),
+        timed("dejavu", "bfloat16", SPARSE, 5.0, [80.0] * 4, 2000.0),
+        Times(
+            spec("hf-eager", "float32", architecture=architecture), state(DENSE, architecture), 128,
+            failure="ran out of memory",
+        ),
+    ]  # fmt: skip
     return report.frame(times, "opt-1.3b-random", 2, 2)
+
+
+def test_a_budget_that_is_not_the_same_everywhere_says_so(tmp_path):
+    rows = sample_rows()
+    rows.loc[(rows["storage"] == "bfloat16") & (rows["selector"] != "dense"), "budget"] = "calibrated"
+    told = {line.split(", ")[1]: line for line in report.headlines(rows)}
+    assert "75 % skipped" in told["int8"] and "75 % (calibrated) skipped" in told["bfloat16"]
+    report.write(rows, tmp_path)
+    read = read_benchmark(tmp_path)
+    assert read["budget"].value_counts().to_dict() == {"uniform": 4, "calibrated": 1}
+    read.drop(columns="budget").to_csv(tmp_path / "benchmark.csv", index=False)
+    assert set(read_benchmark(tmp_path)["budget"]) == {"uniform"}, "a table from before there were others"
 
 
 def test_the_table_has_its_columns_and_compares_like_with_like(tmp_path):

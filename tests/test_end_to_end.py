@@ -36,7 +36,7 @@ TIMES = pd.DataFrame(
         ("hf-compile", "opt-tiny", "bfloat16", "dense", 0.0, 128, None),
     ],
     columns=["contender", "model", "storage", "selector", "mlp", "prompt_tokens", "ms_per_token"],
-)
+).assign(budget="uniform")
 
 
 def test_quality_and_speed_of_a_state_stand_in_one_row(tmp_path):

@@ -85,6 +85,9 @@ def check_words(config: Config) -> None:
     one_of("tracking.mode", config.tracking.mode, TRACKING_MODES)
     for storage in config.benchmark.storages:
         one_of("benchmark.storages", storage, STORAGES)
+    for budget in config.benchmark.budgets or []:
+        one_of("benchmark.budgets", budget, BUDGETS)
+        check_units_counted(budget, config.sparsity.head_unit)
     for contender in config.benchmark.contenders:
         one_of("benchmark.contenders", contender, CONTENDERS)
     for selector in config.pipeline.selectors:
@@ -145,10 +148,7 @@ def check_sparsity(sparsity: Sparsity) -> None:
     check_schedule("sparsity.mlp_schedule", sparsity.mlp_schedule)
     check_schedule("sparsity.heads_schedule", sparsity.heads_schedule)
     within("sparsity.fraction", sparsity.fraction, 0, 1, "the share of positions, from the end, that run sparse")
-    if sparsity.head_unit == "group" and sparsity.budget == "calibrated":
-        raise ConfigError(
-            "sparsity.budget=calibrated counts single heads, so it needs sparsity.head_unit=head, not group"
-        )
+    check_units_counted(sparsity.budget, sparsity.head_unit)
     if sparsity.rule == "nonzero" and sparsity.selector not in ("oracle", "dense"):
         raise ConfigError(f"sparsity.rule=nonzero needs sparsity.selector=oracle, got {sparsity.selector!r}")
     if sparsity.rule == "threshold" and sparsity.selector in ("random", "static", "prompt"):
@@ -156,6 +156,12 @@ def check_sparsity(sparsity: Sparsity) -> None:
             f"sparsity.rule=threshold needs a selector whose scores differ from token to token: "
             f"{sparsity.selector} gives the same number to all, use sparsity.rule=topk"
         )
+
+
+def check_units_counted(budget: str, head_unit: str) -> None:
+    """Raise ConfigError for a kind of budget that does not count what is chosen."""
+    if budget == "calibrated" and head_unit == "group":
+        raise ConfigError("a calibrated budget counts single heads, so it needs sparsity.head_unit=head, not group")
 
 
 def check_schedule(key: str, steps: list[Any] | None) -> None:

@@ -195,6 +195,7 @@ class Benchmark:
     contenders: list[str] = field(default_factory=lambda: list(CONTENDERS))
     storages: list[str] = field(default_factory=lambda: list(STORAGES))
     ratios: list[float] = field(default_factory=lambda: [0.5, 0.75, 0.9])
+    budgets: list[str] | None = None
     prompts: list[int] = field(default_factory=lambda: [128, 512, 1024])
     new_tokens: int = 8
     repeats: int = 5

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from dejavu.analysis.latency import read_benchmark, speed_and_quality
+from dejavu.analysis.latency import read_benchmark, skipped, speed_and_quality
 from dejavu.analysis.readme import REAL, put, rows_of, valued
-from dejavu.analysis.tables import in_order, markdown, percent
+from dejavu.analysis.tables import in_order, markdown
 from dejavu.errors import DataError
 
 NAME = "end_to_end"
@@ -35,11 +35,11 @@ def end_to_end(quality: pd.DataFrame, times: pd.DataFrame) -> str:
     headers = ["decoded by", "storage", "selector", "skipped", *titles, "ms a token", "against fastest peer"]
     lines = []
     peer = fastest(times)
-    for (storage, _, selector), rows in in_order(quality).groupby(["storage", "mlp", "selector"], sort=False):
-        skipped = float(rows["mlp"].iloc[0])
+    keys = ["storage", "budget", "mlp", "selector"]
+    for (storage, budget, _, selector), rows in in_order(quality).groupby(keys, sort=False):
         cells = [valued(rows_of(rows, *task)) for task in tasks]
-        speed = time_of(times, str(storage), str(selector), skipped)
-        state = ["dejavu", str(storage), str(selector), percent(skipped)]
+        speed = time_of(times, str(storage), str(selector), str(budget), float(rows["mlp"].iloc[0]))
+        state = ["dejavu", str(storage), str(selector), skipped(rows.iloc[0].to_dict())]
         lines.append([*state, *cells, *against(speed, peer)])
     for row in times[~times["contender"].str.startswith("dejavu")].sort_values("ms_per_token").to_dict("records"):
         speed = float(row["ms_per_token"])
@@ -62,10 +62,10 @@ def fastest(times: pd.DataFrame) -> float:
     return float(times.loc[~times["contender"].str.startswith("dejavu"), "ms_per_token"].min())
 
 
-def time_of(times: pd.DataFrame, storage: str, selector: str, skipped: float) -> float:
+def time_of(times: pd.DataFrame, storage: str, selector: str, budget: str, share: float) -> float:
     """Milliseconds a token of this project's engine in that state; NaN where it was not measured."""
     own = times[times["contender"].str.startswith("dejavu") & (times["storage"] == storage)]
-    found = own[(own["selector"] == selector) & (own["mlp"] == skipped)]
+    found = own[(own["selector"] == selector) & (own["budget"] == budget) & (own["mlp"] == share)]
     return float(found["ms_per_token"].iloc[0]) if len(found) else float("nan")
 
 

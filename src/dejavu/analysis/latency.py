@@ -1,5 +1,6 @@
 """Milliseconds a token: against the share computed (benchmark.csv), and against the quality of the same object."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ def read_benchmark(folder: Path | str) -> pd.DataFrame:
     """benchmark.csv of a run's folder. Raises DataError when there is none."""
     path = Path(folder) / "benchmark.csv"
     try:
-        return pd.read_csv(path)
+        rows = pd.read_csv(path)
+        return rows if "budget" in rows else rows.assign(budget="uniform")  # a file from before there were others
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is missing or damaged: `dejavu benchmark` makes it") from error
 
@@ -61,12 +63,16 @@ def panel(axis: Axes, rows: pd.DataFrame) -> None:
     """One prompt length."""
     for storage, colour in COLOURS.items():
         own = rows[rows["contender"].str.startswith("dejavu") & (rows["storage"] == storage)].sort_values("mlp")
-        if len(own):
-            axis.plot(1 - own["mlp"], own["ms_per_token"], color=colour, marker="o", label=f"dejavu {storage}")
-            floors = pd.to_numeric(own["floor_ms"], errors="coerce")
+        for budget in dict.fromkeys(own.loc[own["mlp"] > 0, "budget"]) or dict.fromkeys(own["budget"]):
+            curve = own[(own["budget"] == budget) | (own["mlp"] == 0)]  # the dense engine begins every curve
+            told, marker = ("", "o") if budget == "uniform" else (f", {budget}", "s")
             axis.plot(
-                1 - own["mlp"], floors, color=colour, linewidth=0.9, linestyle=(0, (1, 1)), label=f"floor {storage}"
+                1 - curve["mlp"], curve["ms_per_token"], color=colour, marker=marker, label=f"dejavu {storage}{told}"
             )
+            axis.plot(
+                1 - curve["mlp"], pd.to_numeric(curve["floor_ms"], errors="coerce"), color=colour, linewidth=0.9,
+                linestyle=(0, (1, 1)), label=f"floor {storage}{told}",
+            )  # fmt: skip
         for family, style in STYLES.items():
             for value in rows[(rows["contender"] == family) & (rows["storage"] == storage)]["ms_per_token"]:
                 axis.axhline(value, color=colour, linestyle=style, linewidth=1, label=f"{family} {storage}")
@@ -141,6 +147,11 @@ def pareto(table: pd.DataFrame, path: Path | str) -> Path:
         axis.legend(loc="upper right", frameon=False)
         save(figure, path)
     return path
+
+
+def skipped(row: Mapping[Any, Any]) -> str:
+    """The share NOT computed of a row of benchmark.csv, and the kind of budget where it is not the same everywhere."""
+    return percent(row["mlp"]) + ("" if row["budget"] == "uniform" else f" ({row['budget']})")
 
 
 def frontier(rows: pd.DataFrame) -> pd.DataFrame:

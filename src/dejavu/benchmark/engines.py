@@ -7,15 +7,14 @@ import numpy as np
 import torch
 
 from dejavu.benchmark.contenders import DejaVu
+from dejavu.benchmark.variants import Variant, budget_of
 from dejavu.decode.choosing import Predicted
 from dejavu.decode.engine import Engine
 from dejavu.decode.random_weights import random_weights
 from dejavu.decode.weights import Weights, pack_predictor, repack
 from dejavu.models.anatomy import KINDS
 from dejavu.models.load import pretrained_model
-from dejavu.models.topk import kept
 from dejavu.predictors.bundle import load_bundle
-from dejavu.sparsity.budget import Budget
 
 LOUD = 100.0  # so that the random part decides, not the predictor's own scores
 POOL = 61  # vectors of random scores, drawn before anything is timed
@@ -42,7 +41,7 @@ class FreshSets(DejaVu):
 
 
 def engines(spec: dict[str, Any]) -> list[DejaVu]:
-    """One contender for each of the spec's variants, {mlp, heads} NOT computed."""
+    """One contender for each of the spec's variants."""
     tap = "overlap"
     if spec["source"] is None:
         weights = random_weights(spec["architecture"], spec["storage"], spec["ranks"], spec["seed"], spec["head_unit"])
@@ -60,7 +59,7 @@ def engines(spec: dict[str, Any]) -> list[DejaVu]:
     decode, random = spec["decode"], spec["source"] is None
     made = [
         Engine(
-            weights, chooser(weights, variant, random, spec["head_unit"]), tap=tap, kv=decode["kv"],
+            weights, chooser(weights, variant, random), tap=tap, kv=decode["kv"],
             window=decode["window"], threads=spec["threads"], overlap=decode["overlap"], skip_zeros=not random,
         )
         for variant in spec["variants"]
@@ -68,10 +67,9 @@ def engines(spec: dict[str, Any]) -> list[DejaVu]:
     return [FreshSets(engine, spec["seed"]) if random else DejaVu(engine) for engine in made]
 
 
-def chooser(weights: Weights, variant: dict[str, float], random: bool, head_unit: str) -> Predicted | None:
-    """The predictors' budget; None for the dense variant. Random hidden vectors are not skipped where they are zero."""
-    if variant["mlp"] == variant["heads"] == 0:
+def chooser(weights: Weights, variant: Variant, random: bool) -> Predicted | None:
+    """The predictors' budget; None where all is computed. Random hidden vectors are not skipped where they are zero."""
+    budget = budget_of(variant)
+    if all(kept == weights.units(kind) for kind in KINDS for kept in budget.of(kind)):
         return None
-    layers, together = len(weights.blocks), weights.together("heads", head_unit)
-    heads = together * kept(variant["heads"], weights.heads // together)
-    return Predicted(Budget((kept(variant["mlp"], weights.neurons),) * layers, (heads,) * layers), not random)
+    return Predicted(budget, not random)

@@ -15,8 +15,9 @@ import torch
 from dejavu.decode import ops
 from dejavu.decode.storage import Rows, in_large_pages
 from dejavu.decode.weights import normed
+from dejavu.models.anatomy import KINDS
 from dejavu.models.shape import Shape
-from dejavu.models.topk import kept
+from dejavu.sparsity.budget import Budget
 
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 SCALE = {"float32": 0, "bfloat16": 0, "int8": 4}  # bytes of a row's scale
@@ -41,32 +42,33 @@ class Terms:
 
 
 def terms(
-    shape: Shape, storage: str, mlp: float, heads: float, ranks: tuple[int, int] | None, positions: int, cached: int,
+    shape: Shape, storage: str, budget: Budget, ranks: tuple[int, int] | None, positions: int, cached: int,
     head_unit: str = "head",
 ) -> Terms:  # fmt: skip
-    """Bytes of one token when the fractions `mlp` and `heads` are NOT computed and `positions` are cached.
+    """Bytes of one token when every layer computes its budget's units and `positions` are cached.
 
-    `ranks` of the predictors in the first layer and in all others, None without; `cached` bytes a value of keys and
-    values.
+    `ranks` of the predictors in the first layer and in all others, None without; a layer that computes all of a kind
+    does not read its predictor. `cached` bytes a value of keys and values.
     """
-    together = shape.together(head_unit)
-    kept_neurons, kept_heads = kept(mlp, shape.neurons), together * kept(heads, shape.heads // together)
-    kept_groups = shape.groups(kept_heads)
+    groups = sum(shape.groups(heads) for heads in budget.heads)
 
     def rows(count: int, columns: int) -> int:
         return count * (columns * BYTES[storage] + SCALE[storage])
 
-    body = rows(shape.neuron_rows * kept_neurons + 2 * (kept_heads + kept_groups) * shape.head_dim, shape.width)
-    predictors = 0
-    if ranks is not None:
-        halves = ((mlp, shape.neurons), (heads, shape.heads // together))
-        every = ranks[0] + (shape.layers - 1) * ranks[1]
-        predictors = sum(rows(every, shape.width) + rows(every, units) for ratio, units in halves if ratio > 0)
+    scored = {"mlp": shape.neurons, "heads": shape.heads // shape.together(head_unit)}
+    first, others = ranks or (0, 0)
+    predictors = sum(
+        rows(rank, shape.width) + rows(rank, scored[kind])
+        for kind in KINDS
+        for kept, rank in zip(budget.of(kind), [first, *[others] * (shape.layers - 1)], strict=True)
+        if kept < shape.units(kind)
+    )
+    head_rows = 2 * (sum(budget.heads) + groups) * shape.head_dim
     return Terms(
-        body=shape.layers * body,
+        body=rows(shape.neuron_rows * sum(budget.mlp) + head_rows, shape.width),
         predictors=predictors,
         embedding=rows(shape.vocabulary, shape.width),
-        cache=shape.layers * kept_groups * positions * shape.head_dim * 2 * cached,
+        cache=groups * positions * shape.head_dim * 2 * cached,
     )
 
 

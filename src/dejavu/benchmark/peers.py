@@ -8,12 +8,15 @@ from shutil import which
 from typing import Any
 
 from dejavu.benchmark.floor import BYTES, terms
+from dejavu.benchmark.variants import DENSE, engine_variants, variant
 from dejavu.errors import ConfigError
 from dejavu.models.families import shape_of
-from dejavu.predictors.bundle import stored_ranks
+from dejavu.models.shape import Shape
+from dejavu.predictors.bundle import Bundle, load_bundle, stored_ranks
 from dejavu.predictors.manifest import read_bundle_config
 from dejavu.predictors.network import ranks
-from dejavu.schema import Config
+from dejavu.schema import Config, Sparsity
+from dejavu.sparsity.budget import make_budget
 
 Spec = dict[str, Any]
 OVERHEAD_MB = 900  # of a process that has imported torch
@@ -23,9 +26,10 @@ def specs(
     config: Config, source: str | None, architecture: dict[str, Any], threads: int, choose: Callable[[list[Spec]], Spec]
 ) -> list[Spec]:
     """One spec for each process; `choose` picks a peer's best setting. Peers come in the order of the config."""
-    found = []
+    found, shape = [], shape_of(architecture)
+    bundle = load_bundle(Path(config.predictors)) if source is not None and config.predictors is not None else None
     for family in config.benchmark.contenders:
-        for group in settings(family, config):
+        for group in settings(family, config, shape, bundle):
             candidates = [{**base(config, source, architecture, threads), "family": family, **one} for one in group]
             for spec in candidates:
                 spec["memory_mb"] = memory_mb(spec)
@@ -33,13 +37,12 @@ def specs(
     return found
 
 
-def settings(family: str, config: Config) -> list[list[dict[str, Any]]]:
+def settings(family: str, config: Config, shape: Shape, bundle: Bundle | None) -> list[list[dict[str, Any]]]:
     """For each storage of a family the settings to try."""
-    benchmark = config.benchmark
-    dense = [{"mlp": 0.0, "heads": 0.0}]
     if family == "dejavu":
-        sparse = [{"mlp": ratio, "heads": ratio} for ratio in benchmark.ratios]
-        return [[{"storage": storage, "variants": dense + sparse}] for storage in benchmark.storages]
+        variants = engine_variants(config, shape, bundle)
+        return [[{"storage": storage, "variants": variants}] for storage in config.benchmark.storages]
+    dense = [variant(shape, DENSE)]
     if family == "ctranslate2":
         # Its own choice of matrix library, and Intel's.
         environments: tuple[dict[str, str], ...] = ({}, {"CT2_USE_MKL": "1"})
@@ -81,12 +84,13 @@ def memory_mb(spec: Spec) -> float:
     """About what a process takes; while a model is read from a folder it is there in float32 too."""
     shape = shape_of(spec["architecture"])
     read = spec["ranks"] if spec["family"] == "dejavu" else None
-    weights = terms(shape, spec["storage"], 0, 0, None, 0, 0).total
-    weights += 0 if read is None else terms(shape, spec["storage"], 0.5, 0.5, read, 0, 0).predictors
+    whole, half = (make_budget(sparsity, shape) for sparsity in (DENSE, Sparsity("predictor", ratio=0.5)))
+    weights = terms(shape, spec["storage"], whole, None, 0, 0).total
+    weights += 0 if read is None else terms(shape, spec["storage"], half, read, 0, 0).predictors
     if spec["family"] == "ctranslate2" or not shape.tied:
         weights += shape.vocabulary * shape.width * BYTES[spec["storage"]]  # CTranslate2's head is never tied
     if spec["source"] is not None:
-        weights += terms(shape, "float32", 0, 0, None, 0, 0).total
+        weights += terms(shape, "float32", whole, None, 0, 0).total
     return OVERHEAD_MB + weights / (1 << 20)
 
 

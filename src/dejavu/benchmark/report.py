@@ -12,10 +12,11 @@ from rich import box
 from rich.table import Table
 
 from dejavu.analysis import tables
-from dejavu.analysis.latency import latency
+from dejavu.analysis.latency import latency, read_benchmark, skipped
 from dejavu.analysis.readme import put
 from dejavu.benchmark.floor import BYTES, largest_cache, terms
 from dejavu.benchmark.measure import Times
+from dejavu.benchmark.variants import budget_of
 from dejavu.models.families import shape_of
 from dejavu.tracking.files import by_rename
 
@@ -23,7 +24,7 @@ COLUMNS = [
     "contender", "model", "storage", "selector", "mlp", "heads", "prompt_tokens", "batch", "ms_per_token",
     "ms_per_token_q1", "ms_per_token_q3", "first_token_ms", "bytes_per_token", "floor_ms", "peak_memory_mb", "threads",
     "kv", "overlap", "rank", "new_tokens", "repeats", "bandwidth_gb_s", "body_bytes", "predictor_bytes",
-    "embedding_bytes", "cache_bytes", "note",
+    "embedding_bytes", "cache_bytes", "note", "budget",
 ]  # fmt: skip
 RESIDENT = "cache-resident"
 HEADLINE = 0.75  # the ratio that sentences are about, where it was measured
@@ -37,8 +38,7 @@ def row(times: Times, model: str, new_tokens: int, repeats: int) -> dict[str, An
     cached = 4 if spec["family"] in ("dejavu", "ctranslate2") else BYTES[spec["storage"]]
     positions = times.prompt_tokens + new_tokens * repeats // 2
     read = terms(
-        shape_of(spec["architecture"]), spec["storage"], variant["mlp"], variant["heads"], ranks, positions, cached,
-        spec["head_unit"],
+        shape_of(spec["architecture"]), spec["storage"], budget_of(variant), ranks, positions, cached, spec["head_unit"]
     )  # fmt: skip
     bandwidth = float(np.median(times.bandwidths)) if times.bandwidths else float("nan")
     q1, median, q3 = np.percentile(times.each, [25, 50, 75]) if times.each else [float("nan")] * 3
@@ -55,7 +55,7 @@ def row(times: Times, model: str, new_tokens: int, repeats: int) -> dict[str, An
         "overlap": spec["decode"]["overlap"] if ours else None, "rank": ranks and ranks[1], "new_tokens": new_tokens,
         "repeats": repeats, "bandwidth_gb_s": bandwidth, "body_bytes": read.body, "predictor_bytes": read.predictors,
         "embedding_bytes": read.embedding, "cache_bytes": read.cache,
-        "note": times.failure or spec.get("label", "").strip() or None,
+        "note": times.failure or spec.get("label", "").strip() or None, "budget": variant["budget"],
     }  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def fastest_peer(entry: dict[str, Any], records: list[dict[str, Any]]) -> dict[s
 def cells(entry: dict[str, Any], peer: dict[str, Any] | None) -> list[str]:
     """One row."""
     storage = f"{entry['storage']}" + (f" ({entry['note']})" if isinstance(entry["note"], str) else "")
-    start = [entry["contender"], storage, tables.percent(entry["mlp"]) if entry["contender"] == "dejavu-sparse" else ""]
+    start = [entry["contender"], storage, skipped(entry) if entry["contender"] == "dejavu-sparse" else ""]
     start.append(str(entry["prompt_tokens"]))
     if pd.isna(entry["ms_per_token"]):
         return [*start, "did not run", "", "", "", "", "", ""]
@@ -138,7 +138,7 @@ def headlines(rows: pd.DataFrame) -> list[str]:
         peer = fastest_peer(entry, records)
         if peer is not None:
             found.append(
-                f"{entry['prompt_tokens']} prompt tokens, {entry['storage']}, {tables.percent(entry['mlp'])} skipped: "
+                f"{entry['prompt_tokens']} prompt tokens, {entry['storage']}, {skipped(entry)} skipped: "
                 f"{entry['ms_per_token']:.1f} ms a token, {peer['ms_per_token'] / entry['ms_per_token']:.2f} times as "
                 f"fast as {peer['contender']} {peer['storage']} ({peer['ms_per_token']:.1f} ms)"
             )
@@ -155,7 +155,7 @@ def markdown(rows: pd.DataFrame) -> str:
 def main(arguments: list[str]) -> None:
     """Put a run's table, or only its headlines, into a page. Raises DataError when the page lacks the markers."""
     run, page, name = Path(arguments[0]), Path(arguments[1]), arguments[2]
-    rows = pd.read_csv(run / "benchmark.csv")
+    rows = read_benchmark(run)
     short = arguments[3:] == ["headlines"]
     told = "\n".join(f"- {line}" for line in headlines(rows)) if short else markdown(rows)
     put(page, name, told)

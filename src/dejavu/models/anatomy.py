@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dejavu.models.shape import Units
+
 
 @dataclass(frozen=True)
 class Block:
@@ -69,7 +71,7 @@ def plain_frequencies(base: float, head_dim: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class Anatomy(Units):
     """The parts of a model that can be left out, and the sizes that everything else is computed from."""
 
     family: str
@@ -79,7 +81,7 @@ class Anatomy:
     kv_heads: int
     head_dim: int
     neurons: int
-    gated: bool  # the MLP multiplies an activated gate with a second projection
+    gated: bool
     relu: bool  # neurons are exactly 0 when inactive
     post_norm: bool
     context: int  # longest sequence in tokens
@@ -97,20 +99,6 @@ class Anatomy:
             return middle_ND
         normalised_ND: Tensor = self.blocks[layer].mlp_norm(middle_ND)
         return normalised_ND.to(self.home)
-
-    def unit_weights(self, kind: str) -> float:
-        """Weights of one unit: a neuron's rows and columns; a head's part of q and o and its share of k and v."""
-        if kind == "mlp":
-            return (3 if self.gated else 2) * self.width
-        return 2 * self.width * self.head_dim * (1 + self.kv_heads / self.heads)
-
-    def units(self, kind: str) -> int:
-        """How many units of a kind ("mlp" or "heads") one layer has."""
-        return self.neurons if kind == "mlp" else self.heads
-
-    def together(self, head_unit: str) -> int:
-        """How many neighbouring heads are chosen as one: a key/value group's with head_unit=group."""
-        return self.heads // self.kv_heads if head_unit == "group" else 1
 
 
 KINDS = ("mlp", "heads")

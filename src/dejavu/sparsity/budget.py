@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from dejavu.errors import ConfigError
 from dejavu.models.anatomy import Anatomy
+from dejavu.models.shape import Shape
 from dejavu.models.topk import kept
 from dejavu.schema import NEURONS_ONLY, Sparsity
 
@@ -33,12 +34,12 @@ def requested_ratios(sparsity: Sparsity) -> tuple[float, float]:
     return (0.0 if sparsity.part == "heads" else mlp), (0.0 if sparsity.part == "mlp" else heads)
 
 
-def everything(anatomy: Anatomy) -> Budget:
+def everything(anatomy: Anatomy | Shape) -> Budget:
     """All units of every layer."""
     return Budget((anatomy.neurons,) * anatomy.layers, (anatomy.heads,) * anatomy.layers)
 
 
-def make_budget(sparsity: Sparsity, anatomy: Anatomy) -> Budget:
+def make_budget(sparsity: Sparsity, anatomy: Anatomy | Shape) -> Budget:
     """Counts for each layer. Raises ConfigError for a list of the wrong length or a layer that does not exist."""
     if sparsity.selector == "dense":
         return everything(anatomy)

@@ -20,6 +20,7 @@ import numpy as np
 
 from dejavu.errors import ConfigError, DataError
 from dejavu.models.anatomy import KINDS, Anatomy
+from dejavu.models.shape import Shape
 from dejavu.schema import Sparsity
 from dejavu.sparsity.budget import Budget, everything, make_budget, requested_ratios
 
@@ -52,13 +53,13 @@ class Point:
         return cls(entry["skipped"], budget, entry["increase"], entry["thresholds"])
 
 
-def skipped_share(budget: Budget, anatomy: Anatomy) -> float:
+def skipped_share(budget: Budget, anatomy: Anatomy | Shape) -> float:
     """The share of the body's bytes that a budget does not read."""
     read = sum(sum(budget.of(kind)) * anatomy.unit_weights(kind) for kind in KINDS)
     return 1 - read / body_weights(anatomy)
 
 
-def body_weights(anatomy: Anatomy) -> float:
+def body_weights(anatomy: Anatomy | Shape) -> float:
     """Weights of all units of the body."""
     return anatomy.layers * sum(anatomy.units(kind) * anatomy.unit_weights(kind) for kind in KINDS)
 
@@ -148,7 +149,7 @@ def _budget(kept: Mapping[Group, int], anatomy: Anatomy) -> Budget:
     return Budget(*(tuple(kept[kind, layer] for layer in layers) for kind in KINDS))
 
 
-def at_target(points: Sequence[Point], target: float, anatomy: Anatomy) -> Point:
+def at_target(points: Sequence[Point], target: float, anatomy: Anatomy | Shape) -> Point:
     """The point of a curve at a share of bytes between those measured, counts and thresholds in proportion.
 
     Raises ConfigError for a share beyond the curve.
@@ -190,7 +191,7 @@ class Calibrated(Protocol):
     def config(self) -> dict[str, Any]: ...
 
 
-def choose_budget(sparsity: Sparsity, anatomy: Anatomy, bundle: Calibrated | None) -> Point:
+def choose_budget(sparsity: Sparsity, anatomy: Anatomy | Shape, bundle: Calibrated | None) -> Point:
     """The budget of a config; of a calibrated one with its thresholds.
 
     Raises ConfigError for a calibrated budget of anything but one ratio, DataError without calibration in the bundle.

@@ -46,10 +46,14 @@ def run(run: Run) -> None:
 
 
 def metrics(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
-    """Milliseconds a token of all that ran, by contender, storage, fraction NOT computed and prompt."""
+    """Milliseconds a token of all that ran, by contender, storage, fraction NOT computed and prompt.
+
+    A fraction that is not uniform says so: `0.5@calibrated`.
+    """
     found = {}
     for entry in rows[rows["ms_per_token"].notna()].to_dict("records"):
-        name = f"{entry['contender']}/{entry['storage']}/{entry['mlp']:g}/{entry['prompt_tokens']}"
+        left_out = f"{entry['mlp']:g}" + ("" if entry["budget"] == "uniform" else f"@{entry['budget']}")
+        name = f"{entry['contender']}/{entry['storage']}/{left_out}/{entry['prompt_tokens']}"
         count = int(entry["new_tokens"] * entry["repeats"])
         found[f"ms_per_token/{name}"] = {"value": float(entry["ms_per_token"]), "stderr": None, "n": count}
     return found

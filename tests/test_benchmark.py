@@ -91,9 +91,9 @@ def test_terms_are_the_bytes_that_are_stored(storage, architecture):
 def test_terms_of_opt_1_3b_are_the_ones_in_the_cost_model():
     sizes = {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32, "ffn_dim": 8192}
     shape = shape_of({"model_type": "opt", **sizes})
-    found = terms(shape, "bfloat16", make_budget(Sparsity("predictor", ratio=0.75), shape), (256, 256), 0, 4)
-    assert [round(part / 1e9, 2) for part in (found.body, found.predictors, found.embedding)] == [0.6, 0.15, 0.21]
-    assert found.floor_ms(17) == pytest.approx(57, abs=1)
+    found = terms(shape, "bfloat16", make_budget(Sparsity("predictor", ratio=0.75), shape), (1024, 256), 0, 4)
+    assert [round(part / 1e9, 2) for part in (found.body, found.predictors, found.embedding)] == [0.6, 0.17, 0.21]
+    assert found.floor_ms(17) == pytest.approx(58, abs=1)
 
 
 def test_waves_hold_what_fits_together():

@@ -12,9 +12,10 @@ from tiny import VOCABULARY, tiny_opt
 
 from dejavu.errors import ConfigError, DataError
 from dejavu.evaluation import probe
-from dejavu.evaluation.bench import Bench, largest, make_plan
+from dejavu.evaluation.bench import Bench, largest, make_plan, read_losses
 from dejavu.models.families import anatomy
 from dejavu.models.load import LoadedModel
+from dejavu.models.shape import Shape
 from dejavu.models.topk import top_k_mask
 from dejavu.predictors.bundle import load_bundle, recalibrated
 from dejavu.schema import METHODS, Calibrate, Sparsity
@@ -145,16 +146,46 @@ def test_recalls_are_those_of_a_plain_computation(bench):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_meets_its_targets_on_a_model(bench, method):
+def test_every_method_meets_its_targets_on_a_model(bench, method, tmp_path):
     made, bundle = bench
-    said, tries = [], Calibrate(method=method, levels=[0.05, 0.3, 0.6])
-    plan = make_plan(made, tries, choosing_costs(bundle), said.append)
+    said, tries = [], Calibrate(method=method, levels=[0.05, 0.3, 0.6], targets=list(TARGETS))
+    plan = make_plan(made, tries, choosing_costs(bundle), tmp_path / "losses.csv", said.append)
     for target in TARGETS:
         point = made.measured(plan(target))
         assert abs(point.skipped - target) < (0.15 if method == "recall" else 0.03)  # a head is a tenth of this body
         assert point.increase is not None and np.isfinite(point.increase)
         assert {len(cuts) for cuts in point.thresholds.values()} == {2}
     assert len(said) == (4 if method == "loss" else 0)
+
+
+def test_losses_of_groups_that_were_measured_are_not_measured_again(bench, tmp_path, monkeypatch):
+    made, bundle = bench
+    tries, costs, path = Calibrate(levels=[0.25, 0.5], targets=[0.5]), choosing_costs(bundle), tmp_path / "losses.csv"
+    tried = []
+    alone = made.alone
+    monkeypatch.setattr(made, "alone", lambda group, count: tried.append(group) or alone(group, count))
+    budget = make_plan(made, tries, costs, path, lambda text: None)(0.5)
+    assert len(tried) == 8 and set(read_losses(path)) == set(tried)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:5]) + "\n")  # what a run that was killed after two groups leaves
+    tried.clear()
+    assert make_plan(made, tries, costs, path, lambda text: None)(0.5) == budget
+    assert set(tried) == {("heads", 0), ("heads", 1)} and path.read_text().splitlines() == lines
+
+
+def test_a_target_beyond_the_levels_is_refused_before_anything_is_measured(bench, tmp_path, monkeypatch):
+    made, _ = bench
+    monkeypatch.setattr(made, "alone", lambda group, count: pytest.fail("measured first"))
+    with pytest.raises(ConfigError, match=r"calibrate\.targets has 0\.9, but .* no more than 0\.500"):
+        make_plan(made, Calibrate(levels=[0.5, 0.75], targets=[0.25, 0.9]), {}, tmp_path / "losses.csv", print)
+
+
+def test_a_target_that_only_part_of_a_head_could_still_meet_is_met_nearly():
+    """SmolLM2-135M's sizes: when all neurons that may go are gone, what is left is less than a head's bytes."""
+    shape = Shape(30, 576, 9, 3, 64, 1536, 49152, 2048, True, True, 1e5, True)
+    losses = {("mlp", layer): {384: 0.1} for layer in range(30)} | {("heads", layer): {2: 9.0} for layer in range(30)}
+    budget = by_loss(losses, 0.75, shape, {})
+    assert 0.7495 < skipped_share(budget, shape) <= 0.75 and min(budget.heads) == 2 and max(budget.heads) > 2
 
 
 def test_the_largest_share_keeps_its_word(bench):

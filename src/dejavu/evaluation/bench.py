@@ -5,8 +5,10 @@ A plan goes from a share of the body's bytes to a budget.
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from dejavu.errors import ConfigError
 from dejavu.evaluation import probe
@@ -15,9 +17,10 @@ from dejavu.models.load import LoadedModel
 from dejavu.models.topk import kept
 from dejavu.schema import Calibrate
 from dejavu.sparsity.budget import Budget
-from dejavu.sparsity.calibration import Group, Point, by_loss, by_recall_to_target, skipped_share
+from dejavu.sparsity.calibration import Group, Point, by_loss, by_recall_to_target, check_reached, skipped_share
 from dejavu.sparsity.layers import Sparsifier
 from dejavu.sparsity.selectors import Selector
+from dejavu.tracking.files import by_rename
 
 Plan = Callable[[float], Budget]
 STEPS = 7  # of a bisection: a hundredth of the body's bytes
@@ -64,21 +67,46 @@ class Bench:
         return self.increase(Budget(tuple(counts["mlp"]), tuple(counts["heads"])))
 
 
-def make_plan(bench: Bench, settings: Calibrate, costs: Mapping[Group, float], say: Callable[[str], None]) -> Plan:
-    """From a share of the body's bytes to a budget, by `calibrate.method`; `costs` as in `by_loss`."""
+def make_plan(
+    bench: Bench, settings: Calibrate, costs: Mapping[Group, float], kept_in: Path, say: Callable[[str], None]
+) -> Plan:
+    """From a share of the body's bytes to a budget, by `calibrate.method`; `costs` as in `by_loss`.
+
+    Losses of groups go into the file `kept_in` one by one: what stands there already is not measured again.
+    Raises ConfigError for a target that the levels do not reach.
+    """
     parts = bench.loaded.anatomy
     if settings.method == "uniform":
         return bench.uniform
     if settings.method == "recall":
         reached = bench.recalls()
         return lambda target: by_recall_to_target(reached, target, parts)
-    losses: dict[Group, dict[int, float]] = {}
-    for kind in KINDS:
-        for layer in range(parts.layers):
-            counts = sorted({kept(1 - level, parts.units(kind)) for level in settings.levels})
-            losses[kind, layer] = {count: bench.alone((kind, layer), count) for count in counts}
-            say(f"{kind} {layer}: " + ", ".join(f"{k} kept {v:+.4f}" for k, v in losses[kind, layer].items()))
+    counts = {kind: sorted({kept(1 - level, parts.units(kind)) for level in settings.levels}) for kind in KINDS}
+    lowest = Budget(*((counts[kind][0],) * parts.layers for kind in KINDS))
+    check_reached(settings.targets, lowest, parts)
+    losses = read_losses(kept_in)
+    for group in ((kind, layer) for kind in KINDS for layer in range(parts.layers)):
+        if group not in losses:
+            losses[group] = {count: bench.alone(group, count) for count in counts[group[0]]}
+            write_losses(losses, kept_in)
+        say(f"{group[0]} {group[1]}: " + ", ".join(f"{k} kept {v:+.4f}" for k, v in losses[group].items()))
     return lambda target: by_loss(losses, target, parts, costs)
+
+
+def read_losses(path: Path) -> dict[Group, dict[int, float]]:
+    """Of each group the loss over dense when it alone keeps k units, from a file of `write_losses`; {} without one."""
+    losses: dict[Group, dict[int, float]] = {}
+    if path.is_file():
+        for kind, layer, count, increase in pd.read_csv(path).itertuples(index=False):
+            losses.setdefault((kind, layer), {})[count] = increase
+    return losses
+
+
+def write_losses(losses: Mapping[Group, Mapping[int, float]], path: Path) -> None:
+    """The losses as CSV: kind, layer, kept, increase."""
+    rows = [(*group, count, increase) for group, found in losses.items() for count, increase in found.items()]
+    frame = pd.DataFrame(rows, columns=["kind", "layer", "kept", "increase"])
+    by_rename(path, lambda partial: frame.to_csv(partial, index=False))
 
 
 def largest(bench: Bench, plan: Plan, increase: float) -> Point:

@@ -25,6 +25,7 @@ from dejavu.schema import Sparsity
 from dejavu.sparsity.budget import Budget, everything, make_budget, requested_ratios
 
 Group = tuple[str, int]  # kind, layer
+SHORT = 0.005  # of the body's bytes: how far a budget may stay below its target, as heads are large
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def body_weights(anatomy: Anatomy | Shape) -> float:
 
 
 def by_loss(
-    losses: Mapping[Group, Mapping[int, float]], target: float, anatomy: Anatomy, costs: Mapping[Group, float]
+    losses: Mapping[Group, Mapping[int, float]], target: float, anatomy: Anatomy | Shape, costs: Mapping[Group, float]
 ) -> Budget:
     """The budget that skips a share of the body's bytes at the least sum of the groups' losses.
 
@@ -88,13 +89,25 @@ def by_loss(
         if kept[group] == first:  # a group that stopped within a step is not taken further
             kept[group] -= units
             wanted -= units * weight
-    smallest = min(anatomy.unit_weights(kind) for kind in KINDS)
-    if wanted >= 2 * smallest:
-        raise ConfigError(
-            f"calibrate.targets has {target:g}, which is more than the groups leave at the lowest of calibrate.levels: "
-            "lower one of them"
-        )
+    if wanted > SHORT * body_weights(anatomy):
+        raise too_far(target, skipped_share(_budget(kept, anatomy), anatomy))
     return _budget(kept, anatomy)
+
+
+def check_reached(targets: Sequence[float], lowest: Budget, anatomy: Anatomy | Shape) -> None:
+    """Raise ConfigError for a target that is not met even when every group keeps the fewest units it is tried with."""
+    reach = skipped_share(lowest, anatomy)
+    for target in targets:
+        if target > reach + SHORT:
+            raise too_far(target, reach)
+
+
+def too_far(target: float, reach: float) -> ConfigError:
+    """What is wrong with a target beyond the levels."""
+    return ConfigError(
+        f"calibrate.targets has {target:g}, but at the lowest of calibrate.levels no more than {reach:.3f} of the "
+        "body's bytes are left out: lower one of them"
+    )
 
 
 def _descent(measured: Mapping[int, float], units: int, weight: float, cost: float) -> list[tuple[float, int, int]]:
@@ -144,7 +157,7 @@ def by_recall_to_target(recalls: Mapping[Group, np.ndarray], target: float, anat
     return by_recall(recalls, low, anatomy)
 
 
-def _budget(kept: Mapping[Group, int], anatomy: Anatomy) -> Budget:
+def _budget(kept: Mapping[Group, int], anatomy: Anatomy | Shape) -> Budget:
     layers = range(anatomy.layers)
     return Budget(*(tuple(kept[kind, layer] for layer in layers) for kind in KINDS))
 

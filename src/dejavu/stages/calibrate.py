@@ -38,7 +38,7 @@ def run(run: Run) -> None:
         f"calibrating {selector.name} on {blocks_NT.size:,} tokens of {config.corpus.name}: dense {bench.dense:.4f}"
     )
     costs = choosing_costs(bundle) if selector.name == "predictor" else {}
-    plan = make_plan(bench, settings, costs, run.say)
+    plan = make_plan(bench, settings, costs, run.folder / "losses.csv", run.say)
     curve, table = measured_curve(bench, plan, settings)
     found = what_was_asked(bench, plan, settings, run)
     points = sorted([*curve, *found.values()], key=lambda point: point.skipped)

@@ -22,17 +22,18 @@ from dejavu.activations.manifest import cache_id
 from dejavu.analysis.activity import read_activity
 from dejavu.analysis.lineage import lineage
 from dejavu.corpora.sources import documents
+from dejavu.evaluation.bench import Bench
 from dejavu.models import EMBEDDED
 from dejavu.models.families import anatomy
 from dejavu.models.load import LoadedModel, load_model
 from dejavu.models.taps import tap_source
 from dejavu.predictors.bundle import load_bundle
 from dejavu.predictors.manifest import bundle_id
-from dejavu.schema import TAPS, Config, Corpus, Model, Task, Tasks, Tracking
+from dejavu.schema import TAPS, Calibrate, Config, Corpus, Model, Task, Tasks, Tracking
 from dejavu.sparsity.budget import make_budget
 from dejavu.sparsity.layers import Sparsifier
 from dejavu.sparsity.selectors import Predicted, Selector, Tokens
-from dejavu.stages import collect, evaluate, train
+from dejavu.stages import calibrate, collect, evaluate, merge, train
 from dejavu.stages.collect import corpus_blocks
 from dejavu.tracking.run import RunFailed, execute
 
@@ -316,3 +317,26 @@ def test_a_full_disk_is_one_sentence_and_the_run_can_go_on(tmp_path):
     again = offline(*arguments, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert ActivationCache(tmp_path / "a" / "cache").tokens == 8192
+
+
+@pytest.mark.parametrize("stage", ["calibrate", "merge"])
+def test_a_stage_that_makes_a_bundle_makes_it_again_when_forced(demo, tmp_path, monkeypatch, stage):
+    """A bundle is never changed, but a run's own folder is the run's: train is forced in another test."""
+    bundle = str(demo / "train" / "bundle")
+    settings = {
+        "calibrate": config(predictors=bundle, calibrate=Calibrate(targets=[0.25], levels=[0.5], tokens=512)),
+        "merge": config(merge=[bundle]),
+    }[stage]
+    body, made = {"calibrate": calibrate.run, "merge": merge.run}[stage], tmp_path / "run"
+    inputs = {"cache": None, "bundle": bundle_id(bundle)}
+    tried = []
+    alone = Bench.alone
+    monkeypatch.setattr(Bench, "alone", lambda self, *group: tried.append(group) or alone(self, *group))
+    ids = []
+    for force in (False, True):
+        execute(stage, body, replace(settings, force=force), made, inputs)
+        ids.append(bundle_id(made / "bundle"))
+        assert len(tried) == (12 if stage == "calibrate" else 0)
+        tried.clear()
+    assert ids[0] == ids[1]
+    assert not (made / "losses.partial.csv").exists()

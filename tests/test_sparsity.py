@@ -1,5 +1,7 @@
 """The simulate back end: what is left out is left out, what is not is untouched, padding counts in nothing."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny import tiny_llama, tiny_opt, tiny_opt_post_norm
@@ -8,7 +10,7 @@ from dejavu.errors import ConfigError
 from dejavu.models.families import anatomy
 from dejavu.models.load import load_model
 from dejavu.schema import Config, Sparsity
-from dejavu.sparsity.budget import Budget, make_budget, requested_ratios
+from dejavu.sparsity.budget import Budget, everything, make_budget, requested_ratios
 from dejavu.sparsity.layers import Sparsifier
 from dejavu.sparsity.selectors import Choice, Oracle, Random, Replay, Selector, Tokens
 
@@ -219,3 +221,12 @@ def test_budgets_of_the_wrong_length_or_layer_are_refused():
         make_budget(Sparsity(mlp_layers=[0.5, 0.5, 0.5]), anatomy(tiny_opt()))
     with pytest.raises(ConfigError, match="layers 0 to 1"):
         make_budget(Sparsity(dense_layers=[2]), anatomy(tiny_opt()))
+
+
+def test_a_budget_is_whole_when_no_layer_leaves_a_unit_out():
+    parts = anatomy(tiny_opt())
+    whole = everything(parts)
+    assert whole.is_whole(parts)
+    for kind in ("mlp", "heads"):
+        less = (*whole.of(kind)[:-1], whole.of(kind)[-1] - 1)
+        assert not replace(whole, **{kind: less}).is_whole(parts)

@@ -8,10 +8,11 @@ import torch
 
 from dejavu.benchmark.contenders import DejaVu
 from dejavu.benchmark.variants import Variant, budget_of
+from dejavu.decode.build import pack_predictors
 from dejavu.decode.choosing import Predicted
 from dejavu.decode.engine import Engine
 from dejavu.decode.random_weights import random_weights
-from dejavu.decode.weights import Weights, pack_predictor, repack
+from dejavu.decode.weights import Weights, repack
 from dejavu.models.anatomy import KINDS
 from dejavu.models.load import pretrained_model
 from dejavu.predictors.bundle import load_bundle
@@ -50,12 +51,8 @@ def engines(spec: dict[str, Any]) -> list[DejaVu]:
         if spec["bundle"] is not None:
             bundle = load_bundle(Path(spec["bundle"]))
             tap = str(bundle.config["tap"])
-            for kind in KINDS:
-                for layer in bundle.layers:
-                    together = weights.together(kind, spec["head_unit"])
-                    weights.predictors[kind, layer] = pack_predictor(
-                        bundle.predictor(kind, layer), weights.storage, together
-                    )
+            groups = [(kind, layer) for kind in KINDS for layer in bundle.layers]
+            pack_predictors(weights, bundle, groups, spec["head_unit"])
     decode, random = spec["decode"], spec["source"] is None
     made = [
         Engine(
@@ -70,6 +67,4 @@ def engines(spec: dict[str, Any]) -> list[DejaVu]:
 def chooser(weights: Weights, variant: Variant, random: bool) -> Predicted | None:
     """The predictors' budget; None where all is computed. Random hidden vectors are not skipped where they are zero."""
     budget = budget_of(variant)
-    if all(kept == weights.units(kind) for kind in KINDS for kept in budget.of(kind)):
-        return None
-    return Predicted(budget, not random)
+    return None if budget.is_whole(weights) else Predicted(budget, not random)

@@ -1,5 +1,7 @@
 """From a loaded model and a config to an engine with the selector, budget and storage asked for."""
 
+from collections.abc import Iterable
+
 from dejavu.checks import check_kernel, check_kernel_device
 from dejavu.decode.choosing import Chooser, Fixed, Predicted, RandomSets
 from dejavu.decode.engine import Engine
@@ -10,7 +12,7 @@ from dejavu.models.load import LoadedModel
 from dejavu.predictors.bundle import Bundle
 from dejavu.schema import Config
 from dejavu.sparsity.budget import Budget
-from dejavu.sparsity.calibration import choose_budget
+from dejavu.sparsity.calibration import Group, choose_budget
 
 
 def make_engine(loaded: LoadedModel, config: Config, bundle: Bundle | None, free: bool = True) -> Engine:
@@ -40,17 +42,21 @@ def make_engine(loaded: LoadedModel, config: Config, bundle: Bundle | None, free
 def make_chooser(weights: Weights, config: Config, bundle: Bundle | None, budget: Budget) -> Predicted | Chooser | None:
     """Who chooses; None where everything is computed, also by a budget that leaves nothing out."""
     name, head_unit = config.sparsity.selector, config.sparsity.head_unit
-    if name == "dense" or all(kept == weights.units(kind) for kind in KINDS for kept in budget.of(kind)):
+    if name == "dense" or budget.is_whole(weights):
         return None
     if name == "random" or bundle is None:
         return RandomSets(weights, budget, config.seed, head_unit)
     if name == "static":
         return Fixed(bundle, weights, budget, head_unit)
-    for kind in KINDS:
-        for layer, kept in enumerate(budget.of(kind)):
-            if kept < weights.units(kind):
-                together = weights.together(kind, head_unit)
-                weights.predictors[kind, layer] = pack_predictor(
-                    bundle.predictor(kind, layer), weights.storage, together
-                )
+    thinned = [
+        (kind, layer) for kind in KINDS for layer, kept in enumerate(budget.of(kind)) if kept < weights.units(kind)
+    ]
+    pack_predictors(weights, bundle, thinned, head_unit)
     return Predicted(budget)
+
+
+def pack_predictors(weights: Weights, bundle: Bundle, groups: Iterable[Group], head_unit: str) -> None:
+    """Give the engine the bundle's predictors of these groups (a kind in a layer), in its own storage."""
+    for kind, layer in groups:
+        together = weights.together(kind, head_unit)
+        weights.predictors[kind, layer] = pack_predictor(bundle.predictor(kind, layer), weights.storage, together)

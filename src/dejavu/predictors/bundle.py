@@ -211,6 +211,11 @@ def write_bundle(folder: str | Path, description: Mapping[str, Any], tensors: Ma
     return Bundle(folder, config, dict(tensors))
 
 
+def discard(folder: Path) -> None:
+    """Take away the bundle that a run left in its own folder before: killed after it, or forced to make it again."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def recalibrated(bundle: Bundle, folder: str | Path, calibration: Mapping[str, Any], hashes: Iterable[str]) -> Bundle:
     """A new bundle with the same tensors and this calibration; `hashes` are of the documents it was found on.
 

@@ -19,7 +19,7 @@ from dejavu.activations.cache import ActivationCache
 from dejavu.activations.collect import check_layers
 from dejavu.errors import ConfigError, DejavuError
 from dejavu.models.anatomy import KINDS
-from dejavu.predictors.bundle import Bundle, describe, save_bundle
+from dejavu.predictors.bundle import Bundle, describe, discard, save_bundle
 from dejavu.predictors.data import CacheData
 from dejavu.predictors.metrics import SelectionRecall
 from dejavu.predictors.module import PredictorModule, mean_recalls, name_of
@@ -60,7 +60,7 @@ def train_bundle(
     describe(cache, config, layers, {})  # what would be refused at the end is refused at the start
     trained = train_predictors(cache, config, folder, loggers, callbacks)
     lasting = {key: value for key, value in trained.metrics.items() if key != "seconds"}  # the id is of what was learnt
-    shutil.rmtree(folder / "bundle", ignore_errors=True)
+    discard(folder / "bundle")
     description = describe(cache, config, layers, lasting)
     return save_bundle(folder / "bundle", description, trained.predictors, trained.statistics), trained.metrics
 

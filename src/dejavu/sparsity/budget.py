@@ -2,12 +2,19 @@
 
 from bisect import bisect
 from dataclasses import dataclass
+from typing import Protocol
 
 from dejavu.errors import ConfigError
 from dejavu.models.anatomy import Anatomy
 from dejavu.models.shape import Shape
 from dejavu.models.topk import kept
 from dejavu.schema import NEURONS_ONLY, Sparsity
+
+
+class Counted(Protocol):
+    """What has units: an Anatomy, a Shape, the engine's weights."""
+
+    def units(self, kind: str) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -19,6 +26,10 @@ class Budget:
 
     def of(self, kind: str) -> tuple[int, ...]:
         return self.mlp if kind == "mlp" else self.heads
+
+    def is_whole(self, model: Counted) -> bool:
+        """Whether every layer keeps all units of both kinds, so that nobody has to choose."""
+        return all(kept == model.units(kind) for kind in ("mlp", "heads") for kept in self.of(kind))
 
 
 def requested_ratios(sparsity: Sparsity) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from dejavu.evaluation.sparsified import make_selector
 from dejavu.models.anatomy import KINDS
 from dejavu.models.load import load_model
 from dejavu.models.memory import keep_freed_memory
-from dejavu.predictors.bundle import load_bundle, recalibrated
+from dejavu.predictors.bundle import discard, load_bundle, recalibrated
 from dejavu.schema import Calibrate
 from dejavu.sparsity.accounting import choosing_costs
 from dejavu.sparsity.calibration import Point, by_recall
@@ -38,7 +38,8 @@ def run(run: Run) -> None:
         f"calibrating {selector.name} on {blocks_NT.size:,} tokens of {config.corpus.name}: dense {bench.dense:.4f}"
     )
     costs = choosing_costs(bundle) if selector.name == "predictor" else {}
-    plan = make_plan(bench, settings, costs, run.folder / "losses.csv", run.say)
+    partial = run.folder / "losses.partial.csv"  # a run that was killed goes on from here, one made again does not
+    plan = make_plan(bench, settings, costs, partial, run.say)
     curve, table = measured_curve(bench, plan, settings)
     found = what_was_asked(bench, plan, settings, run)
     points = sorted([*curve, *found.values()], key=lambda point: point.skipped)
@@ -47,7 +48,10 @@ def run(run: Run) -> None:
         "corpus": config.corpus.name, "curve": [point.as_json() for point in points],
         **{name: {"asked": getattr(settings, name), **point.as_json()} for name, point in found.items()},
     }  # fmt: skip
+    discard(run.folder / "bundle")
     made = recalibrated(bundle, run.folder / "bundle", calibration, [document.hash for document in texts])
+    if partial.exists():
+        partial.replace(run.folder / "losses.csv")
     by_rename(run.folder / "calibration.csv", lambda path: table.to_csv(path, index=False))
     run.wandb.image("calibration", calibration_curve(table, run.folder / "calibration.png"))
     show(table)

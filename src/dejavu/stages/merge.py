@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dejavu.predictors.bundle import load_bundle
+from dejavu.predictors.bundle import discard, load_bundle
 from dejavu.predictors.merge import merge_bundles
 from dejavu.stages.inputs import given
 from dejavu.tracking.run import Run
@@ -11,6 +11,7 @@ from dejavu.tracking.run import Run
 def run(run: Run) -> None:
     """Load all, merge them into `run.folder/bundle`."""
     bundles = [load_bundle(given(path, "bundle")) for path in run.config.merge]
+    discard(run.folder / "bundle")
     made = merge_bundles(bundles, Path(run.folder) / "bundle")
     run.say(f"merged {len(bundles)} bundles into {made.folder}, layers {', '.join(map(str, made.layers))}")
     run.record |= {
